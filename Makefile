@@ -1,0 +1,52 @@
+# Needs Linux, python3 >= 3.11 and make; everything else goes into .venv.
+#
+#   make train      train on handwritten digits, on every device
+#   make test       the core tests
+#   make test-all   every test
+#   make lint       format, lint and types, as CI checks them
+#
+# PYTHON=/path/to/python picks the Python; EXTRA=cuda12 (cuda13, tpu) adds the
+# accelerator to a new .venv; ARGS="-k name" goes to the command.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: train test test-all lint format bench lock clean
+
+train: $(READY)
+	$(BIN)/python examples/digits.py $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-all: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --warnings --pythonpath $(BIN)/python
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+
+lock:
+	for version in 3.11 3.12 3.13; do \
+	    uv pip compile pyproject.toml --extra dev --python-version $$version \
+	        --upgrade --quiet --no-header --no-annotate --no-emit-index-url \
+	        --no-emit-find-links \
+	        -o requirements/py$$(echo $$version | tr -d .).txt || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) .venv311 run dist .pytest_cache .ruff_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# Also after a change of the locks: pip then installs only what differs.
+$(READY): requirements/make_venv.sh $(wildcard requirements/*.txt) pyproject.toml
+	requirements/make_venv.sh $(VENV)

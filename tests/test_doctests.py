@@ -1,0 +1,31 @@
+"""Every `>>>` example of the package runs, on eight simulated devices."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import lockstep
+
+MODULES = ["lockstep"] + [
+    module.name
+    for module in pkgutil.walk_packages(lockstep.__path__, "lockstep.")
+    if not module.name.endswith("__main__")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    found = doctest.testmod(importlib.import_module(name), optionflags=flags)
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["placement", "metrics", "rng", "step", "parallel", "data", "loop"]
+)
+def test_there_are_examples_in(name):
+    module = importlib.import_module(f"lockstep.{name}")
+    assert any(test.examples for test in doctest.DocTestFinder().find(module))

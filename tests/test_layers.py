@@ -1,0 +1,144 @@
+"""The layout of the package: who may import whom, and how long a thing may be.
+
+The table is ordered. A module imports only what stands before it, so there are no
+cycles and a reader can start at the top.
+"""
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+ROOT = Path(lockstep.__file__).parent
+
+LAYERS = (
+    ("notices", "tree", "devices", "distributed"),
+    (
+        "sharding",
+        "static_leaves",
+        "placement",
+        "rng",
+        "metrics",
+        "compiles",
+        "varying",
+        "replicas",
+    ),
+    ("reduce", "step", "program", "parallel"),
+    ("data", "evaluation", "checkpoint", "writers"),
+    ("loop", "callbacks"),
+    ("launch", "cli", "__main__"),
+)
+# Side packages: the highest layer that they import, and the lowest that imports them.
+SIDES = {"debug": (2, 4), "compat": (1, 5)}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 40
+
+ORDER = list(itertools.chain(*LAYERS))
+LAYER_OF = {module: n for n, layer in enumerate(LAYERS) for module in layer}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def module_of(file: Path) -> str:
+    """`debug/shapes.py` -> `debug`, `tree.py` -> `tree`."""
+    return file.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def imports_of(file: Path) -> set[str]:
+    """The modules of lockstep that a file imports, inside functions as well."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file.name}:{node.lineno}: a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    ours = {name.split(".")[1] for name in names if name.startswith("lockstep.")}
+    assert "lockstep" not in names, f"{file.name} imports the package that it is in"
+    return ours
+
+
+def forbidden(module: str, imported: str) -> bool:
+    """Whether the table says no."""
+    if module == imported:
+        return False
+    if module in SIDES and imported in SIDES:
+        return True
+    if module in SIDES:
+        return LAYER_OF[imported] > SIDES[module][0]
+    if imported in SIDES:
+        return LAYER_OF[module] < SIDES[imported][1]
+    return ORDER.index(imported) > ORDER.index(module)
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, text: str) -> int:
+    """Lines of a function without its docstring and without blank lines."""
+    first = function.body[0]
+    has_docstring = ast.get_docstring(function) is not None
+    skipped = range(first.lineno, (first.end_lineno or 0) + 1) if has_docstring else ()
+    lines = text.splitlines()
+    numbers = range(function.lineno, (function.end_lineno or 0) + 1)
+    return sum(bool(lines[n - 1].strip()) for n in numbers if n not in skipped)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+class TestEveryFile:
+    def test_is_in_the_table(self, file):
+        module = module_of(file)
+        assert module == "__init__" or module in LAYER_OF or module in SIDES
+
+    def test_imports_only_what_stands_before_it(self, file):
+        module = module_of(file)
+        if module == "__init__":  # the front door sees every room
+            return
+        wrong = {name for name in imports_of(file) if forbidden(module, name)}
+        assert not wrong, f"{module} may not import {wrong}"
+
+    def test_uses_the_public_jax_alone(self, file):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            assert not any(name.startswith("jax._src") for name in names)
+
+    def test_is_short(self, file):
+        text = file.read_text()
+        assert len(text.splitlines()) <= MAX_FILE_LINES
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = code_lines(node, text)
+                assert count <= MAX_FUNCTION_LINES, f"{node.name} has {count} lines"
+
+    def test_leaves_the_list_of_public_names_to_the_package(self, file):
+        if file.name == "__init__.py":
+            return
+        tree = ast.parse(file.read_text())
+        assigned = [n.targets[0] for n in tree.body if isinstance(n, ast.Assign)]
+        assert "__all__" not in {ast.unparse(target) for target in assigned}
+
+
+def test_no_name_in_the_table_is_left_over():
+    assert set(ORDER) | set(SIDES) == {module_of(f) for f in FILES} - {"__init__"}
+
+
+def test_the_table_forbids_what_it_should():
+    assert forbidden("tree", "parallel")
+    assert forbidden("placement", "metrics")
+    assert forbidden("step", "debug")
+    assert forbidden("debug", "loop")
+    assert not forbidden("loop", "debug")
+    assert not forbidden("parallel", "placement")
+
+
+def test_a_function_is_measured_without_its_docstring():
+    text = 'def f():\n    """One.\n\n    Two.\n    """\n    a = 1\n\n    return a\n'
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert code_lines(function, text) == 3
