@@ -1,0 +1,106 @@
+"""The example scripts: unchanged steps, and the same training on 1 to 8 devices."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from same import assert_same
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+GLOBAL_VIEW = ["plain", "linen", "nnx_example", "haiku_example", "equinox_example"]
+STEPS = 4
+
+
+def load(name):
+    """The module of an example, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def assert_same_on_every_mesh(train, mesh_of, axis="data"):
+    """Losses agree to 1e-6 relative, parameters per leaf; and there is training."""
+    one_losses, one_params = train(mesh_of(1, {axis: 1}), STEPS)
+    assert len(one_losses) == STEPS
+    assert one_losses[-1] < 0.9 * one_losses[0]
+    for count in (2, 4, 8):
+        losses, params = train(mesh_of(count, {axis: count}), STEPS)
+        np.testing.assert_allclose(losses, one_losses, rtol=1e-6)
+        assert_same(jax.device_get(params), jax.device_get(one_params))
+        for leaf in jax.tree.leaves(params):
+            assert len(leaf.sharding.device_set) == count
+
+
+@pytest.mark.parametrize("name", GLOBAL_VIEW)
+def test_a_single_device_step_trains_the_same_on_every_mesh(name, mesh_of):
+    assert_same_on_every_mesh(load(name).train, mesh_of)
+
+
+def test_the_guides_step_trains_the_same_on_every_mesh(mesh_of):
+    """Without dropout, whose mask in the device view depends on the device count."""
+    train = load("guide_step").train
+    assert_same_on_every_mesh(
+        lambda mesh, steps: train(mesh, steps, dropout=0.0), mesh_of, axis="batch"
+    )
+
+
+def test_the_guides_dropout_differs_between_devices(mesh_of):
+    """With other masks on two devices the loss is not the one of one device."""
+    train = load("guide_step").train
+    one, two = (train(mesh_of(n, {"batch": n}), 1)[0] for n in (1, 2))
+    assert abs(one[0] - two[0]) > 1e-4
+
+
+@pytest.mark.parametrize("name", [*GLOBAL_VIEW, "guide_step"])
+def test_a_step_says_nothing_about_devices(name):
+    """What stands between `def train_step` and the data is the user's own code."""
+    text = (EXAMPLES / f"{name}.py").read_text()
+    step = text[text.index("def train_step") : text.index("def batches")]
+    assert "ls." not in step and "mesh" not in step and "device" not in step
+
+
+@pytest.fixture(scope="module")
+def digits_run(tmp_path_factory):
+    """What `make train` runs, on 4 devices, in an empty folder."""
+    folder = tmp_path_factory.mktemp("digits")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / "digits.py"],
+        cwd=folder,
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "4"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, folder / "run"
+
+
+def test_digits_learn(digits_run):
+    output, run = digits_run
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["valid/accuracy"] >= 0.97
+    assert f"held-out images: {last['valid/accuracy']:.2%} of 261 right" in output
+
+
+def test_digits_report_devices_plan_and_replicas(digits_run):
+    output, _ = digits_run
+    assert "4 devices" in output or "4 simulated" in output
+    assert "global 256 = 1 process x 4 devices x 64 rows" in output
+    assert "replicas: equal on 4 devices" in output
+
+
+def test_digits_write_what_they_say(digits_run):
+    _, run = digits_run
+    lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(6, 181, 6))
+    assert {"loss", "accuracy", "valid/loss", "valid/accuracy"} <= set(lines[0])
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(run.glob("events.out.tfevents.*"))) == 1
