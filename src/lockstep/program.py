@@ -1,0 +1,200 @@
+"""The compiled form of a step: what is donated, where outputs lie, what a state is.
+
+One `Program` serves one structure of arguments. The user's function is traced once
+per shape: an inner `jit` is asked for its output shapes first, and the outer `jit`,
+which knows from them what to donate, finds the inner trace in JAX's cache.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from lockstep import sharding
+from lockstep.compiles import CompileLog
+from lockstep.static_leaves import Static
+from lockstep.tree import first_difference, named_leaves
+
+
+@dataclasses.dataclass
+class Program:
+    """A step compiled for one structure of its arguments.
+
+    Attributes:
+        run: the jitted function `(*wrapped arguments) -> (wrapped outputs, token)`;
+            the token is an output that stays readable after donation.
+        state_at: where the new state is among the outputs: "all", "first" or `None`
+            (an evaluation step returns none).
+        strong: leaf number in the state -> dtype, for the weakly typed leaves that
+            the step returns strongly typed; placed so, the step compiles once.
+        static_outputs: whether outputs hold wrapped static leaves.
+    """
+
+    run: Any
+    state_at: str | None
+    strong: dict[int, Any]
+    static_outputs: bool
+
+    def state_of(self, outputs: Any) -> Any:
+        """The new state among the outputs (`None` for an evaluation step)."""
+        if self.state_at == "all":
+            return outputs
+        return outputs[0] if self.state_at == "first" else None
+
+
+def build(
+    traced: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    mesh: Mesh,
+    donate_argnums: tuple[int, ...] | None,
+    state_argnum: int | None,
+    compiles: CompileLog,
+    names: tuple[str, ...],
+) -> Program:
+    """Trace a step on placed, wrapped arguments and decide donation and layout.
+
+    Raises:
+        TypeError: the step changes its state's structure, shapes or dtypes.
+    """
+    inner = jax.jit(traced)
+    out = inner.eval_shape(*args)
+    state = args[state_argnum] if state_argnum is not None else None
+    state_at = find_state(state, out) if state_argnum is not None else None
+    strong: dict[int, Any] = {}
+    if state_at:
+        new_state = out if state_at == "all" else out[0]
+        strong = strong_leaves(state, new_state)
+        if strong:
+            state = strengthen(state, strong)
+            args = (*args[:state_argnum], state, *args[state_argnum + 1 :])
+            out = inner.eval_shape(*args)
+            new_state = out if state_at == "all" else out[0]
+        check_state(state, new_state, names[state_argnum])
+    if donate_argnums is None:
+        donate_argnums = (state_argnum,) if state_at else ()
+
+    def outer(*wrapped: Any) -> Any:
+        compiles.begin(dict(zip(names, wrapped, strict=True)))
+        outputs = inner(*wrapped)
+        if state_at:
+            outputs = _keep_weak_types(state, outputs, state_at)
+        return outputs, _token(outputs, state_at)
+
+    return Program(
+        run=jax.jit(
+            outer,
+            donate_argnums=donate_argnums,
+            out_shardings=(_layout(out, state, state_at, mesh), None),
+        ),
+        state_at=state_at,
+        strong=strong,
+        static_outputs=any(
+            isinstance(x, Static)
+            for x in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Static))
+        ),
+    )
+
+
+def find_state(state: Any, out: Any) -> str | None:
+    """Where the outputs hold a new version of the state: "all", "first", `None`."""
+    if not jax.tree.leaves(state):
+        return None
+    if _similar(state, out):
+        return "all"
+    if isinstance(out, tuple) and out and _similar(state, out[0]):
+        return "first"
+    return None
+
+
+def check_state(old: Any, new: Any, name: str) -> None:
+    """Raise when a step would hand the next step another kind of state.
+
+    Raises:
+        TypeError: names the first leaf that differs.
+    """
+    difference = first_difference(old, new, name)
+    if difference:
+        raise TypeError(
+            f"the step changes its state: {difference}. Every step must return the "
+            "state it was given, with the same structure, shapes and dtypes, or the "
+            "next step would be another program: cast or reshape the leaf in the step "
+            "(.astype), or start from a state that has the new form"
+        )
+
+
+def strong_leaves(old: Any, new: Any) -> dict[int, Any]:
+    """Weak leaves of the state that come back strong (or wider): number -> dtype."""
+    before, after = jax.tree.leaves(old), jax.tree.leaves(new)
+    if len(before) != len(after):
+        return {}
+    return {
+        i: b.dtype
+        for i, (a, b) in enumerate(zip(before, after, strict=True))
+        if getattr(a, "weak_type", False) and not b.weak_type and a.shape == b.shape
+    }
+
+
+def strengthen(state: Any, strong: dict[int, Any]) -> Any:
+    """Give the numbered weak leaves their strong dtypes, where they lie."""
+    leaves, structure = jax.tree.flatten(state)
+    for i, dtype in strong.items():
+        if getattr(leaves[i], "weak_type", False):
+            leaves[i] = jax.device_put(
+                jax.numpy.asarray(leaves[i], dtype), leaves[i].sharding
+            )
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _similar(state: Any, out: Any) -> bool:
+    """Whether an output is meant to be the state, perhaps with a mistake in it.
+
+    It is of the same type, at least half of all leaf paths are common to both, and
+    at least half of those leaves have the same shape.
+    """
+    old, new = dict(named_leaves(state, "")), dict(named_leaves(out, ""))
+    single = set(old) == {""} == set(new)
+    if not single and type(state) is not type(out):
+        return False
+    common = old.keys() & new.keys()
+    alike = [path for path in common if old[path].shape == new[path].shape]
+    half_of_paths = 2 * len(common) >= len(old.keys() | new.keys())
+    return bool(common) and half_of_paths and 2 * len(alike) >= len(common)
+
+
+def _keep_weak_types(state: Any, outputs: Any, state_at: str) -> Any:
+    """Make leaves strong that were strong before, so that no later step recompiles."""
+
+    def keep(old: Any, new: Any) -> Any:
+        if new.weak_type and not old.weak_type:
+            return jax.lax.convert_element_type(new, new.dtype)
+        return new
+
+    if state_at == "all":
+        return jax.tree.map(keep, state, outputs)
+    return (jax.tree.map(keep, state, outputs[0]), *outputs[1:])
+
+
+def _layout(out: Any, state: Any, state_at: str | None, mesh: Mesh) -> Any:
+    """Output shardings: the state stays put, scalars are replicated, others free."""
+    everywhere = sharding.replicated(mesh)
+
+    def free(x: Any) -> Any:
+        return everywhere if not x.shape else None
+
+    keep = jax.tree.map(lambda x: x.sharding, state) if state_at else None
+    if state_at == "all":
+        return keep
+    if state_at == "first":
+        return (keep, *(jax.tree.map(free, x) for x in out[1:]))
+    return jax.tree.map(free, out)
+
+
+def _token(outputs: Any, state_at: str | None) -> Any:
+    """An extra output to wait on, only where all outputs will be donated away."""
+    others = outputs[1:] if state_at == "first" else outputs
+    if state_at == "all" or not jax.tree.leaves(others):
+        return jax.numpy.zeros(())
+    return None

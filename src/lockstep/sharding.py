@@ -1,0 +1,35 @@
+"""Where arrays lie: the few `NamedSharding`s that data parallelism needs."""
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """One full copy on every device of the mesh."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def rows(mesh: Mesh, axis_name: str = "data") -> NamedSharding:
+    """Axis 0 (the rows of a batch) split along one mesh axis.
+
+    Raises:
+        ValueError: the mesh has no such axis.
+    """
+    check_axis(mesh, axis_name)
+    return NamedSharding(mesh, PartitionSpec(axis_name))
+
+
+def check_axis(mesh: Mesh, axis_name: str) -> None:
+    """Raise a `ValueError` that lists the axes when `axis_name` is none of them."""
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"the mesh has no axis {axis_name!r}; its axes are "
+            f"{dict(mesh.shape)}: name one of them, or make a mesh with "
+            f"make_mesh({{{axis_name!r}: {mesh.size}}})"
+        )
+
+
+def on_mesh(array: jax.Array, mesh: Mesh) -> bool:
+    """Whether an array already lies on this mesh (same devices, Auto axes)."""
+    sharding = array.sharding
+    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh

@@ -1,0 +1,174 @@
+"""Which values of a traced step differ between the devices of a mesh axis.
+
+In the device view every device runs the step on its own shard. A value *varies* when
+it can differ between devices: the shard does, the parameters do not, and an
+all-reduce over the axis ends the variation. The answer errs on one side only: a
+value said to be equal is equal; one said to vary may still be (a sum built from
+`ppermute`, say), so whoever acts on it checks the values.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend import core
+
+# Collectives whose result is the same on all devices of their axes.
+_EQUALISING = {
+    "psum",
+    "psum2",
+    "psum_invariant",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "all_gather_invariant",
+}
+_COLLECTIVES = _EQUALISING | {
+    "ppermute",
+    "all_to_all",
+    "psum_scatter",
+    "reduce_scatter",
+    "pbroadcast",
+}
+_HOST_CALLS = {"io_callback", "pure_callback"}
+
+
+def varying_outputs(
+    closed_jaxpr: core.ClosedJaxpr, varies: Sequence[bool], axis_name: str
+) -> list[bool]:
+    """Whether each output of a jaxpr can differ between devices.
+
+    Args:
+        closed_jaxpr: a step traced for one device, with `axis_name` bound.
+        varies: for each input, whether it differs between devices.
+        axis_name: the mesh axis in question.
+
+    Example:
+        >>> import jax
+        >>> def local(w, x):
+        ...     return w, w * x, jax.lax.pmean(w * x, "data")
+        >>> jaxpr = jax.make_jaxpr(local, axis_env=[("data", 8)])(1.0, 2.0)
+        >>> varying_outputs(jaxpr, [False, True], "data")
+        [False, True, False]
+    """
+    return _flow(_open(closed_jaxpr), list(varies), axis_name)
+
+
+def reduces_over(closed_jaxpr: core.ClosedJaxpr, axis_name: str) -> bool:
+    """Whether a jaxpr holds any collective over the axis, at any depth."""
+    return any(
+        eqn.primitive.name in _COLLECTIVES and axis_name in _axes(eqn)
+        for eqn in equations(_open(closed_jaxpr))
+    )
+
+
+def equations(jaxpr: core.Jaxpr) -> Iterable[Any]:
+    """All equations of a jaxpr, those of its inner jaxprs included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from equations(inner)
+
+
+def inner_jaxprs(eqn: Any) -> list[core.Jaxpr]:
+    """The jaxprs among an equation's parameters (bodies of scans, calls, ...)."""
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (core.ClosedJaxpr, core.Jaxpr)):
+                found.append(_open(item))
+    return found
+
+
+def _flow(jaxpr: core.Jaxpr, varies: list[bool], axis: str) -> list[bool]:
+    """Carry the marks of the inputs through a jaxpr to its outputs."""
+    marks = dict(zip(jaxpr.invars, varies, strict=True))
+
+    def mark(var: Any) -> bool:  # literals and constants are equal everywhere
+        return not isinstance(var, core.Literal) and marks.get(var, False)
+
+    for eqn in jaxpr.eqns:
+        outputs = _equation(eqn, [mark(v) for v in eqn.invars], axis)
+        marks.update(zip(eqn.outvars, outputs, strict=True))
+    return [mark(v) for v in jaxpr.outvars]
+
+
+def _equation(eqn: Any, inputs: list[bool], axis: str) -> list[bool]:
+    name, n_out = eqn.primitive.name, len(eqn.outvars)
+    if name == "axis_index" or name in _COLLECTIVES:
+        if axis not in _axes(eqn):
+            return [any(inputs)] * n_out
+        return [not _equalises(eqn)] * n_out
+    if name in _HOST_CALLS:
+        return [True] * n_out
+    if name == "scan":
+        return _scan(eqn, inputs, axis)
+    if name == "while":
+        return _while(eqn, inputs, axis)
+    if name == "cond":
+        branches = [_flow(j, inputs[1:], axis) for j in inner_jaxprs(eqn)]
+        return [inputs[0] or any(marks) for marks in zip(*branches, strict=True)]
+    inner = inner_jaxprs(eqn)
+    if len(inner) == 1 and len(inner[0].invars) == len(inputs):
+        outputs = _flow(inner[0], inputs, axis)
+        if len(outputs) == n_out:
+            return outputs
+    sources = any(_makes_variation(e, axis) for j in inner for e in equations(j))
+    return [any(inputs) or sources] * n_out
+
+
+def _scan(eqn: Any, inputs: list[bool], axis: str) -> list[bool]:
+    body = _open(eqn.params["jaxpr"])
+    # Counted by rank, for the parameter names differ between versions of JAX: a
+    # scanned input or stacked output has one axis more outside than in the body.
+    n_xs = sum(map(_rank_differs, eqn.invars, body.invars))
+    n_carry = len(eqn.outvars) - sum(map(_rank_differs, eqn.outvars, body.outvars))
+    n_consts = len(inputs) - n_carry - n_xs
+    consts, xs = inputs[:n_consts], inputs[n_consts + n_carry :]
+    carry = inputs[n_consts : n_consts + n_carry]
+    while True:  # marks only grow, so this ends
+        outputs = _flow(body, consts + carry + xs, axis)
+        grown = [a or b for a, b in zip(carry, outputs[:n_carry], strict=True)]
+        if grown == carry:
+            return carry + outputs[n_carry:]
+        carry = grown
+
+
+def _while(eqn: Any, inputs: list[bool], axis: str) -> list[bool]:
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_consts = inputs[:n_cond]
+    body_consts, carry = inputs[n_cond : n_cond + n_body], inputs[n_cond + n_body :]
+    cond, body = _open(eqn.params["cond_jaxpr"]), _open(eqn.params["body_jaxpr"])
+    while True:
+        if any(_flow(cond, cond_consts + carry, axis)):  # trip counts differ
+            return [True] * len(carry)
+        outputs = _flow(body, body_consts + carry, axis)
+        grown = [a or b for a, b in zip(carry, outputs, strict=True)]
+        if grown == carry:
+            return carry
+        carry = grown
+
+
+def _open(jaxpr: Any) -> core.Jaxpr:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _rank_differs(outside: Any, inside: Any) -> bool:
+    return len(outside.aval.shape) != len(inside.aval.shape)
+
+
+def _axes(eqn: Any) -> tuple[Any, ...]:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(axes) if isinstance(axes, (tuple, list, set, frozenset)) else (axes,)
+
+
+def _equalises(eqn: Any) -> bool:
+    groups = eqn.params.get("axis_index_groups")
+    return eqn.primitive.name in _EQUALISING and groups is None
+
+
+def _makes_variation(eqn: Any, axis: str) -> bool:
+    name = eqn.primitive.name
+    if name in _HOST_CALLS:
+        return True
+    collective = name == "axis_index" or name in _COLLECTIVES
+    return collective and axis in _axes(eqn) and not _equalises(eqn)

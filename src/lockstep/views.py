@@ -1,0 +1,333 @@
+"""The two views of one step, as functions that `jax.jit` can trace.
+
+Global view: the user's function sees the whole batch. Device view: `shard_map` shows
+it one shard, with the mesh axis bound for `lax.pmean`; what leaves it is made whole
+again by the rules below.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import Mesh, PartitionSpec
+
+from lockstep import program
+from lockstep.metrics import Mean, is_mean
+from lockstep.notices import say_once
+from lockstep.placement import MaskedBatch
+from lockstep.static_leaves import unwrap, wrap
+from lockstep.tree import is_key, named_leaves
+from lockstep.varying import reduces_over, varying_outputs
+
+_KEY_NAME = re.compile(r"(^|_)(keys?|rngs?)($|_)")
+
+
+def global_view(
+    fn: Callable[..., Any], batch_argnums: tuple[int, ...], mask_name: str | None
+) -> Callable[..., Any]:
+    """The function over wrapped arguments, on the whole batch."""
+
+    def run(*wrapped: Any) -> Any:
+        args = call_arguments(wrapped, mask_name)
+        return wrap(call(fn, args, batch_argnums, axis_name=None))
+
+    return run
+
+
+class DeviceView:
+    """The function over wrapped arguments, on one shard a device.
+
+    Outputs: the state (if the step returns one) is replicated; scalars that differ
+    between devices become their mean; `Mean`s are summed; other arrays are stacked,
+    one row a device.
+
+    Attributes:
+        suspects: paths of state leaves that the analysis cannot prove equal on all
+            devices; known once the step was traced.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        axis_name: str,
+        *,
+        names: tuple[str, ...],
+        batch_argnums: tuple[int, ...],
+        state_argnum: int | None,
+        mask_name: str | None,
+        owns_keys: bool,
+    ) -> None:
+        """Describe a step; nothing is traced yet."""
+        self.fn, self.mesh, self.axis_name = fn, mesh, axis_name
+        self.names, self.batch_argnums = names, batch_argnums
+        self.state_argnum, self.mask_name = state_argnum, mask_name
+        self.owns_keys = owns_keys
+        self.suspects: list[str] = []
+
+    def __call__(self, *wrapped: Any) -> Any:
+        """Run the step on every device; traced by `jax.jit`."""
+        split = PartitionSpec(self.axis_name)
+        specs = tuple(self._specs(i, arg) for i, arg in enumerate(wrapped))
+        rebuild: list[Callable[[Any, Any], Any]] = []
+
+        def local(*args: Any) -> Any:
+            equal, rows, restore = self._one_device(args)
+            rebuild.append(restore)
+            return equal, rows
+
+        outputs = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=specs,
+            out_specs=(PartitionSpec(), split),
+            check_vma=False,
+        )(*wrapped)
+        return rebuild[-1](*outputs)
+
+    def _specs(self, i: int, arg: Any) -> Any:
+        """How each leaf of one argument is split over the devices."""
+        split, whole = PartitionSpec(self.axis_name), PartitionSpec()
+        if i in self.batch_argnums:
+            return jax.tree.map(lambda x: split if x.shape else whole, arg)
+        if i == self.state_argnum:
+            self._refuse_keys(arg)
+            return jax.tree.map(lambda _: whole, arg)
+        mapped = self._mapped_keys(i, arg)
+        return jax.tree.map(lambda x, m: split if m else whole, arg, mapped)
+
+    def _refuse_keys(self, state: Any) -> None:
+        """A key in the state is the same on all devices, and so are its draws."""
+        for path, leaf in named_leaves(state, self.names[self.state_argnum or 0]):
+            if not self.owns_keys and is_key(leaf):
+                raise ValueError(
+                    f"{path} is a random key inside the state, equal on all devices: "
+                    "every device would draw the same numbers. Give the key as a "
+                    "further argument of the step (it is folded with the device's "
+                    "number), or use parallelize"
+                )
+
+    def _mapped_keys(self, i: int, arg: Any) -> Any:
+        """For each leaf: is it an array of keys, one a device?"""
+        devices = self.mesh.shape[self.axis_name]
+
+        def mapped(path: Any, leaf: Any) -> bool:
+            shape = key_shape(leaf, self.names[i])
+            if not shape:
+                return False
+            if self.owns_keys or shape != (devices,):
+                where = self.names[i] + jax.tree_util.keystr(path)
+                raise ValueError(
+                    f"{where} holds keys of shape {shape}; give one key (it is folded "
+                    f"with the device's number) or {devices} keys, one a device"
+                )
+            return True
+
+        return jax.tree_util.tree_map_with_path(mapped, arg)
+
+    def _local_key(self, i: int, arg: Any) -> Any:
+        """Give each device its own key: its row of many, or the one key folded."""
+        if i == self.state_argnum or self.owns_keys:
+            return arg
+        index = jax.lax.axis_index(self.axis_name)
+
+        def local(leaf: Any) -> Any:
+            if i in self.batch_argnums:
+                single = is_key(leaf) and not leaf.shape
+                return jax.random.fold_in(leaf, index) if single else leaf
+            shape = key_shape(leaf, self.names[i])
+            if shape is None:
+                return leaf
+            return leaf[0] if shape else jax.random.fold_in(leaf, index)
+
+        return jax.tree.map(local, arg)
+
+    def _one_device(self, wrapped: tuple[Any, ...]) -> Any:
+        """Trace the user's step on one shard and sort its outputs."""
+        args = tuple(self._local_key(i, arg) for i, arg in enumerate(wrapped))
+        leaves, structure = jax.tree.flatten(args)
+        shapes: list[Any] = []
+
+        def flat(*leaves: Any) -> Any:
+            args = call_arguments(jax.tree.unflatten(structure, leaves), self.mask_name)
+            out = wrap(call(self.fn, args, self.batch_argnums, self.axis_name))
+            shapes.append(out)
+            return jax.tree.leaves(out)
+
+        jaxpr = jax.make_jaxpr(flat)(*leaves)
+        marks = varying_outputs(jaxpr, self._marks(args, wrapped), self.axis_name)
+        out_structure = jax.tree.structure(shapes[-1])
+        marks = jax.tree.unflatten(out_structure, marks)
+        values = [jnp.asarray(x) for x in core.jaxpr_as_fun(jaxpr)(*leaves)]
+        out = jax.tree.unflatten(out_structure, values)
+        return self._sort(jaxpr, wrapped, out, marks)
+
+    def _marks(self, args: tuple[Any, ...], wrapped: tuple[Any, ...]) -> list[bool]:
+        """Which input leaves differ between devices: shards and folded keys."""
+        return [
+            (i in self.batch_argnums and bool(leaf.shape)) or leaf is not before
+            for i, (arg, old) in enumerate(zip(args, wrapped, strict=True))
+            for leaf, before in zip(
+                jax.tree.leaves(arg), jax.tree.leaves(old), strict=True
+            )
+        ]
+
+    def _sort(self, jaxpr: Any, wrapped: Any, out: Any, marks: Any) -> Any:
+        """Outputs as (equal on all devices, one row a device, how to rebuild)."""
+        state = None if self.state_argnum is None else wrapped[self.state_argnum]
+        state_at = program.find_state(state, out)
+        if state_at:
+            new, new_marks = (out, marks) if state_at == "all" else (out[0], marks[0])
+            self._check_reduced(jaxpr, new, new_marks)
+        if state_at == "all":
+            return out, [], lambda equal, rows: equal
+        rest = out[1:] if state_at == "first" else out
+        rest_marks = marks[1:] if state_at == "first" else marks
+        if state_at and len(rest) == 1:
+            rest = (self._merge(rest[0], rest_marks[0], "metrics"),)
+        else:
+            rest = self._merge(rest, rest_marks, "output")
+        leaves, structure = jax.tree.flatten(rest)
+        equal = [None if x.shape else x for x in leaves]
+        rows = [x[None] if x.shape else None for x in leaves]
+
+        def rebuild(outputs: Any, rows: Any) -> Any:
+            state, equal = outputs
+            joined = [r if e is None else e for e, r in zip(equal, rows, strict=True)]
+            rest = jax.tree.unflatten(structure, joined)
+            return (state, *rest) if state_at == "first" else rest
+
+        return (out[0] if state_at == "first" else None, equal), rows, rebuild
+
+    def _merge(self, metrics: Any, marks: Any, name: str) -> Any:
+        """Sum the `Mean`s and average the scalars that differ between devices."""
+        axis = self.axis_name
+
+        def merge(path: Any, value: Any, mark: Any) -> Any:
+            if not any(jax.tree.leaves(mark)):
+                return value
+            if isinstance(value, Mean):
+                return jax.lax.psum(value, axis)
+            if value.shape:
+                return value
+            where = name + jax.tree_util.keystr(path)
+            say_once(
+                f"mean over devices {where}",
+                f"{where} differs between devices and is returned as the mean over "
+                f"the {self.mesh.shape[axis]} devices; average it in the step "
+                f"(lax.pmean) or return Mean(total, count) for a weighted mean",
+            )
+            floating = jnp.issubdtype(value.dtype, jnp.inexact)
+            value = value if floating else value.astype(jnp.float32)
+            return jax.lax.pmean(value, axis)
+
+        return jax.tree_util.tree_map_with_path(merge, metrics, marks, is_leaf=is_mean)
+
+    def _check_reduced(self, jaxpr: Any, state: Any, marks: Any) -> None:
+        """Find state leaves that may differ; refuse a step that reduces nothing."""
+        name = self.names[self.state_argnum or 0]
+        paths = [path for path, _ in named_leaves(state, name)]
+        flags = jax.tree.leaves(marks)
+        self.suspects = [p for p, m in zip(paths, flags, strict=True) if m]
+        if self.suspects and not reduces_over(jaxpr, self.axis_name):
+            raise ValueError(
+                f"this step averages nothing over {self.axis_name!r}, so each device "
+                f"would train on its own shard ({len(self.suspects)} of {len(paths)} "
+                f"leaves would differ, first {self.suspects[0]}): add grads = "
+                f"jax.lax.pmean(grads, {self.axis_name!r}) before the update, or use "
+                "parallelize, where the step needs no average"
+            )
+
+
+def key_shape(leaf: Any, name: str) -> tuple[int, ...] | None:
+    """The shape of an array of keys (`()` for one key), `None` for other leaves.
+
+    Raw uint32 keys are recognised only in an argument called key, keys, rng or rngs.
+    """
+    if not hasattr(leaf, "shape"):
+        return None
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf.shape
+    raw = leaf.dtype == jnp.uint32 and leaf.shape[-1:] in ((2,), (4,))
+    return leaf.shape[:-1] if raw and _KEY_NAME.search(name) else None
+
+
+def call_arguments(wrapped: Any, mask_name: str | None) -> list[Any]:
+    """The user's own arguments: static leaves back, masks merged into dicts."""
+    args = jax.tree.map(lambda x: x, wrapped)  # fresh containers: steps may mutate
+    args = [_merge_mask(arg, mask_name) for arg in args]
+    return [unwrap(arg) for arg in args]
+
+
+def call(
+    fn: Callable[..., Any],
+    args: list[Any],
+    batch_argnums: tuple[int, ...],
+    axis_name: str | None,
+) -> Any:
+    """Call the user's function; explain unbound axes and lost mutations.
+
+    The last argument is the dict of keyword arguments.
+    """
+    before = [jax.tree.leaves(arg) for arg in args]
+    try:
+        out = fn(*args[:-1], **args[-1])
+    except NameError as error:
+        raise _explain_axis(error, axis_name) from error
+    for i, (arg, old) in enumerate(zip(args, before, strict=True)):
+        if i not in batch_argnums:  # a batch is the step's own to change
+            _check_mutations(arg, old, out)
+    return out
+
+
+def _merge_mask(arg: Any, mask_name: str | None) -> Any:
+    if not isinstance(arg, MaskedBatch) or mask_name is None:
+        return arg
+    if not isinstance(arg.data, dict):
+        raise TypeError(
+            f"remainder='pad' needs a place for the mask, and the batch is a "
+            f"{type(arg.data).__name__}: make it a dict (the step then finds the mask "
+            f"at batch[{mask_name!r}]), or use make_train_step, which applies it"
+        )
+    mask = arg.mask
+    if mask_name in arg.data:
+        own = arg.data[mask_name]
+        mask = mask.reshape(mask.shape + (1,) * (own.ndim - 1)).astype(
+            mask.dtype if own.dtype == bool else own.dtype
+        )
+        mask = mask * own
+    return {**arg.data, mask_name: mask}
+
+
+def _explain_axis(error: NameError, axis_name: str | None) -> Exception:
+    text = str(error)
+    found = re.search(r"unbound axis name:? ['\"]?([\w.-]+)", text)
+    if not found:
+        return error
+    name = found.group(1).rstrip(".")
+    if axis_name is None:
+        return ValueError(
+            f"this step averages by itself (a collective over {name!r}), and "
+            "parallelize shows it the whole batch, where there is nothing to average: "
+            f"use per_device(step, axis_name={name!r}), or remove the "
+            "lax.pmean/lax.psum from the step"
+        )
+    return ValueError(
+        f"the step uses the axis {name!r}, and per_device was given axis_name="
+        f"{axis_name!r}: write the same name in both"
+    )
+
+
+def _check_mutations(arg: Any, before: list[Any], out: Any) -> None:
+    """Find values that the step changed in place and did not return."""
+    known = {id(x) for x in before} | {id(x) for x in jax.tree.leaves(out)}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
+        if isinstance(leaf, jax.core.Tracer) and id(leaf) not in known:
+            raise ValueError(
+                f"the step changed {type(arg).__name__}{jax.tree_util.keystr(path)} in "
+                "place and did not return it, so the change is lost: return what the "
+                "step changed, as in\n    return (model, optimizer), metrics"
+            )
