@@ -1,0 +1,50 @@
+"""`every(n, callback)`: the same callback, at each n-th step only."""
+
+from typing import Any
+
+from lockstep.loop import StepInfo
+from lockstep.running import Callback, name_of
+
+
+class Every:
+    """Made by `every`."""
+
+    def __init__(self, n: int, callback: Callback) -> None:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise ValueError(f"every({n!r}, ...): n is a number of steps, at least 1")
+        if not callable(callback):
+            raise TypeError(
+                f"every({n}, ...) needs a callback, a function of the step's info, and "
+                f"got a {type(callback).__name__}"
+            )
+        self.n = n
+        self.callback = callback
+        self.__name__ = f"every({n}, {name_of(callback)})"
+        for method in ("start", "observe", "finish", "close"):
+            if hasattr(callback, method):
+                setattr(self, method, getattr(callback, method))
+
+    def __call__(self, info: StepInfo) -> Any:
+        """Call the callback if it is its turn."""
+        return self.callback(info) if info.step % self.n == 0 else None
+
+
+def every(n: int, callback: Callback) -> Every:
+    """Call a callback after the steps n, 2n, 3n and so on.
+
+    Its `start`, `observe`, `finish` and `close` are called as if it stood alone: `Log`
+    hears of each step and writes each n-th.
+
+    Raises:
+        ValueError: `n` is not a positive whole number.
+        TypeError: `callback` cannot be called.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> say = every(2, lambda info: print("step", info.step))
+        >>> for step in (1, 2, 3, 4):
+        ...     say(SimpleNamespace(step=step))
+        step 2
+        step 4
+    """
+    return Every(n, callback)

@@ -1,0 +1,244 @@
+"""`Trainer`: the training loop, as a call (`fit`) or as a generator (`steps`)."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from lockstep import contract, placement, sharding
+from lockstep.feed import Feed, rows_of
+from lockstep.metrics import compute
+from lockstep.notices import say_once
+from lockstep.parallel import as_parallel
+from lockstep.rng import step_key
+from lockstep.running import Callback, Running
+
+
+@dataclass(slots=True, eq=False)
+class StepInfo:
+    """One finished step, as callbacks and the body of a loop see it.
+
+    Attributes:
+        step: how many steps are finished, this one included.
+        epoch: the pass over the batches, from 1.
+        metrics: what the step returned, still on the devices.
+        rows: rows of the global batch, padding included.
+        seconds: wall time since the step before was handed to the devices.
+        compiled: whether the step was compiled for this batch.
+        results: numbers on the host that callbacks found at this step, such as
+            `valid/loss`; later callbacks see those of earlier ones.
+    """
+
+    step: int
+    epoch: int
+    metrics: Any
+    rows: int
+    seconds: float
+    compiled: bool
+    trainer: "Trainer" = field(repr=False)
+    results: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def state(self) -> Any:
+        """The state after this step, until the next step begins.
+
+        Raises:
+            RuntimeError: the next step has begun, and the memory was given to it.
+        """
+        if self.step != self.trainer.step:
+            raise RuntimeError(
+                f"the state of step {self.step} was donated to step {self.step + 1}: "
+                "read info.state before the next iteration, or use trainer.state"
+            )
+        return self.trainer.state
+
+    def scalars(self) -> dict[str, float]:
+        """The metrics as numbers. This waits for the devices: not in every step."""
+        self.trainer._hint_at_reads(self.step)
+        return compute(self.metrics)
+
+
+class Trainer:
+    """Runs a step over batches, with callbacks; holds the newest state.
+
+    Args:
+        step: `(state, batch[, key]) -> (state, metrics)`: a plain function, or what
+            `make_train_step`, `parallelize` or `per_device` returned.
+        mesh: the devices; all of them when `None`.
+        key: a base key. A step with a third argument gets `step_key(key, i)` in it,
+            where `i` counts the finished steps: 0 for the first step.
+        callbacks: called after each step, in this order; see `callbacks`.
+        remainder: what to do with rows that do not divide, as in `parallelize`.
+        max_compiles: raise instead of compiling more often than this.
+        clock: seconds, for `info.seconds`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> def step(w, x):
+        ...     loss, grad = jax.value_and_grad(lambda w: ((w - x) ** 2).mean())(w)
+        ...     return w - 0.5 * grad, {"loss": loss}
+        >>> trainer = Trainer(step)
+        >>> batches = [jnp.full(8, 1.0), jnp.full(8, 3.0)]
+        >>> float(trainer.fit(jnp.zeros(()), batches, epochs=5))
+        3.0
+        >>> for info in trainer.steps(trainer.state, batches, steps=2):
+        ...     print(info.step, info.scalars())
+        11 {'loss': 4.0}
+        12 {'loss': 4.0}
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        mesh: Mesh | None = None,
+        key: jax.Array | None = None,
+        callbacks: Iterable[Callback] = (),
+        remainder: str | None = None,
+        max_compiles: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.parallel = as_parallel(step, mesh, remainder)
+        self.mesh: Mesh = self.parallel.mesh
+        self.callbacks = tuple(callbacks)
+        self.step = 0
+        self.total: int | None = None
+        self._state: Any = None
+        uses_key = contract.uses_key(self.parallel.fn, key is not None)
+        self._key = placement.replicate(key, self.mesh) if uses_key else None
+        self._fold = jax.jit(step_key, out_shardings=sharding.replicated(self.mesh))
+        self._clock = clock
+        self._last_read = 0
+        if max_compiles is not None:
+            self.parallel.compiles.max_compiles = max_compiles
+
+    @property
+    def state(self) -> Any:
+        """The newest state; valid until the next step begins.
+
+        Raises:
+            RuntimeError: there is none: nothing was trained yet, or a step failed
+                after it had taken over the memory of the state.
+        """
+        if self._state is None:
+            raise RuntimeError("no state yet: call fit(state, batches) or steps(...)")
+        if any(_is_deleted(leaf) for leaf in jax.tree.leaves(self._state)):
+            raise RuntimeError(
+                f"the state after step {self.step} is gone: step {self.step + 1} took "
+                "over its memory and failed. Start again from a checkpoint, or make "
+                "the step with donate_argnums=()"
+            )
+        return self._state
+
+    def fit(
+        self,
+        state: Any,
+        batches: Iterable[Any],
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+    ) -> Any:
+        """Train, and return the state.
+
+        Args:
+            state: any pytree; host arrays are placed by a copy. With the state of the
+                run before, `info.step` goes on counting; with another, it starts at 1.
+            batches: an iterable of batches. One that can be iterated again (a list, a
+                loader) starts again each epoch; an iterator is read once, and not
+                further than needed.
+            steps: how many steps to run, over as many epochs as that takes.
+            epochs: how many passes over the batches; 1 if neither is given.
+
+        Raises:
+            ValueError: nothing to do, both `steps` and `epochs`, or an empty iterable.
+            RuntimeError: an iterator ended before `steps`. The state that was reached
+                is `trainer.state`, and the callbacks have finished.
+            TypeError: the step does not return `(state, metrics)`.
+        """
+        for _ in self.steps(state, batches, steps=steps, epochs=epochs):
+            pass
+        return self.state
+
+    def steps(
+        self,
+        state: Any,
+        batches: Iterable[Any],
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+    ) -> Iterator[StepInfo]:
+        """Train, and yield after each step; arguments and errors as in `fit`.
+
+        The callbacks have seen the step when it is yielded. Leaving the loop ends the
+        run in good order.
+        """
+        return self._run(state, Feed(batches, self.parallel, steps, epochs))
+
+    def _run(self, state: Any, feed: Feed) -> Iterator[StepInfo]:
+        """The loop."""
+        self._begin(state, feed)
+        with Running(self.callbacks) as callbacks, closing(iter(feed)) as batches:
+            callbacks.start(self, self._state)
+            for epoch, batch in batches:
+                info = self._advance(epoch, batch)
+                stop = callbacks(info)
+                yield info
+                if stop:
+                    return
+        feed.check_complete()
+
+    def _begin(self, state: Any, feed: Feed) -> None:
+        if state is not self._state or state is None:
+            self.step = 0
+        self._state = self.parallel.place_state(state)
+        self.total = None if feed.total is None else self.step + feed.total
+        self._checked = False
+        self._last_time = self._clock()
+
+    def _advance(self, epoch: int, batch: Any) -> StepInfo:
+        """Hand one step to the devices; nothing here waits for them."""
+        compiles = self.parallel.compiles.count
+        try:
+            out = self.parallel(self._state, batch, *self._key_argument())
+            if not self._checked:
+                contract.check_output(self._state, out)
+                self._checked = True
+        except Exception as error:
+            error.add_note(f"in step {self.step + 1} (epoch {epoch})")
+            raise
+        self._state, metrics = out
+        self.step += 1
+        then, self._last_time = self._last_time, self._clock()
+        return StepInfo(
+            step=self.step,
+            epoch=epoch,
+            metrics=contract.by_name(metrics),
+            rows=rows_of(batch),
+            seconds=self._last_time - then,
+            compiled=self.parallel.compiles.count > compiles,
+            trainer=self,
+        )
+
+    def _key_argument(self) -> tuple[jax.Array, ...]:
+        if self._key is None:
+            return ()
+        return (self._fold(self._key, np.int32(self.step)),)
+
+    def _hint_at_reads(self, step: int) -> None:
+        if step > 1 and self._last_read == step - 1:
+            say_once(
+                "Trainer reads every step",
+                "the metrics are read after every step, and each time the devices "
+                "wait for it: read info.scalars() every n steps, or use "
+                "every(n, Log(...)), which does not wait",
+            )
+        self._last_read = step
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
