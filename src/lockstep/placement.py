@@ -15,7 +15,6 @@ from lockstep import sharding, tree
 from lockstep.devices import make_mesh
 from lockstep.notices import say_once
 
-_F32 = np.dtype(np.float32)
 REMAINDERS = ("error", "pad", "drop", "unsplit")
 
 
@@ -193,10 +192,8 @@ def check_batch(batch: Any, name: str = "batch") -> Any:
 
     def check(path: str, leaf: Any) -> Any:
         leaf = tree.as_host(leaf)
-        if (
-            isinstance(leaf, (str, bytes))
-            or getattr(leaf, "dtype", _F32).kind in "USOM"
-        ):
+        kind = getattr(getattr(leaf, "dtype", None), "kind", "")
+        if isinstance(leaf, (str, bytes)) or kind in tuple("USOM"):
             raise ValueError(
                 f"{path} is text or objects ({tree.describe_leaf(leaf)}), and devices "
                 "hold numbers only: encode it as integers, or leave it out of the batch"

@@ -1,0 +1,138 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lockstep.parallel import parallelize, per_device
+
+RNG = np.random.default_rng(0)
+W = {"w": jnp.asarray(RNG.normal(size=3), jnp.float32)}
+
+
+def batch_of(rows, dtype=np.float32):
+    x = RNG.normal(size=(rows, 3)) * 10
+    return {"x": x.astype(dtype), "y": RNG.normal(size=rows).astype(np.float32)}
+
+
+def update(w, loss):
+    value, grads = jax.value_and_grad(loss)(w)
+    return jax.tree.map(lambda p, g: p - 0.001 * g, w, grads), {"loss": value}
+
+
+def errors(w, batch):
+    return (batch["x"].astype(jnp.float32) @ w["w"] - batch["y"]) ** 2
+
+
+def masked(w, batch):
+    m = batch["mask"]
+    return update(w, lambda w: (errors(w, batch) * m).sum() / m.sum())
+
+
+def forgetful(w, batch):
+    return update(w, lambda w: errors(w, batch).mean())
+
+
+def one_device(w, batch):
+    return update(w, lambda w: errors(w, batch).mean())
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_padded_rows_change_nothing(mesh_of, rows):
+    batch = batch_of(rows)
+    want, want_metrics = jax.jit(one_device)(W, batch)
+    step = parallelize(masked, mesh_of(8), remainder="pad")
+    got, metrics = step(W, batch)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-6)
+
+
+def test_one_compile_for_full_and_ragged_batches(mesh_of):
+    step = parallelize(masked, mesh_of(8), remainder="pad")
+    w = W
+    for rows in (16, 16, 5, 16, 1):
+        w, _ = step(w, batch_of(rows))
+    assert step.compiles.count == 1
+
+
+def test_the_mask_multiplies_one_that_is_there(mesh_of):
+    batch = {**batch_of(5), "mask": np.array([1, 0, 1, 1, 1], bool)}
+    kept = {k: v[batch["mask"]] for k, v in batch.items() if k != "mask"}
+    want, _ = jax.jit(one_device)(W, kept)
+    got, _ = parallelize(masked, mesh_of(4), remainder="pad")(W, batch)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-6)
+
+
+def test_the_mask_may_have_another_name(mesh_of):
+    step = parallelize(
+        lambda w, batch: (w, (batch["valid"] * batch["x"]).sum()),
+        mesh_of(4),
+        remainder="pad",
+        mask_name="valid",
+    )
+    assert float(step(0.0, {"x": np.ones(5, np.float32)})[1]) == 5
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_a_forgotten_mask_is_refused(mesh_of, rows, dtype):
+    step = parallelize(forgetful, mesh_of(8), remainder="pad")
+    mine = jax.tree.map(jnp.copy, W)
+    with pytest.raises(ValueError, match="padding leaks into the results: output"):
+        step(mine, batch_of(rows, dtype))
+    assert not mine["w"].is_deleted()
+
+
+def test_rows_that_meet_are_refused(mesh_of):
+    def batch_norm(w, batch):
+        m = batch["mask"]
+        x = (batch["x"] - batch["x"].mean(0)) / (batch["x"].std(0) + 1e-3)
+        loss = lambda w: (((x @ w["w"]) ** 2) * m).sum() / m.sum()  # noqa: E731
+        return update(w, loss)
+
+    def in_batch_negatives(w, batch):
+        m = batch["mask"]
+
+        def loss(w):
+            logits = (batch["x"] * w["w"]) @ batch["x"].T / 100
+            rows = -jax.nn.log_softmax(logits)[jnp.arange(len(m)), jnp.arange(len(m))]
+            return (rows * m).sum() / m.sum()
+
+        return update(w, loss)
+
+    for step in (batch_norm, in_batch_negatives):
+        with pytest.raises(ValueError, match="BatchNorm, in-batch negatives"):
+            parallelize(step, mesh_of(4), remainder="pad")(W, batch_of(5))
+
+
+def test_the_check_runs_once_and_on_copies(mesh_of):
+    runs = []
+    step = parallelize(masked, mesh_of(4), remainder="pad")
+    run = step._run
+    step._run = lambda placed: (runs.append(1), run(placed))[1]
+    w, _ = step(W, batch_of(8))
+    w, _ = step(w, batch_of(5))
+    w, _ = step(w, batch_of(3))
+    assert len(runs) == 3 + 2
+
+
+def test_a_batch_without_a_place_for_the_mask_is_refused(mesh_of):
+    step = parallelize(lambda w, b: (w, b[0].sum()), mesh_of(4), remainder="pad")
+    with pytest.raises(TypeError, match="make it a dict"):
+        step(0.0, (np.ones(5, np.float32),))
+
+
+def test_the_device_view_pads_as_well(mesh_of):
+    def step(w, batch):
+        m = batch["mask"]
+        count = jax.lax.psum(m.sum(), "data")
+        loss = lambda w: (errors(w, batch) * m).sum()  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(w)
+        value, grads = jax.lax.psum((value, grads), "data")
+        new = jax.tree.map(lambda p, g: p - 0.001 * g / count, w, grads)
+        return new, {"loss": value / count}
+
+    batch = batch_of(5)
+    want, want_metrics = jax.jit(one_device)(W, batch)
+    got, metrics = per_device(step, mesh_of(8), remainder="pad")(W, batch)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-6)
