@@ -1,0 +1,96 @@
+"""The command `lockstep`: a thin list of commands that import their work when run."""
+
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Synchronous data-parallel training for JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# Options end at the script's name: what follows belongs to the script.
+_OPTIONS_FIRST = {"allow_interspersed_args": False}
+
+
+def main() -> None:
+    """Runs the command line; the entry point of the installed command."""
+    # Not app(): that replaces sys.excepthook, which is the script's to set.
+    typer.main.get_command(app)(prog_name="lockstep")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from lockstep import __version__
+
+        typer.echo(f"lockstep {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor(
+    size_mib: Annotated[
+        int, typer.Option(min=1, help="Size of the timed all-reduce, MiB a device.")
+    ] = 16,
+) -> None:
+    """Show the devices that JAX sees, advice, and one timed all-reduce over them.
+
+    Exits with 1 if this machine has accelerators that JAX does not use, or if JAX
+    cannot start.
+    """
+    from lockstep.doctor import examine
+
+    raise typer.Exit(0 if examine(size_mib) else 1)
+
+
+@app.command(context_settings=_OPTIONS_FIRST)
+def run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script to run.")],
+    args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="Its arguments, options included."),
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")
+    ] = False,
+    simulate: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Run on N simulated CPU devices."),
+    ] = None,
+) -> None:
+    """Run a training script, as python would, and exit with its exit code.
+
+    Options of lockstep come before the script, its own options after it.
+
+    Example: lockstep run --simulate 8 train.py --lr 3e-4
+    """
+    from lockstep import launch
+
+    program = launch.Program(script, tuple(args or ()), module)
+    with ExitStack() as setup:
+        if simulate:
+            setup.enter_context(launch.simulated(simulate))
+        try:
+            launch.run(program)
+        except launch.CannotStart as error:
+            typer.echo(f"lockstep run: {error}", err=True)
+            raise typer.Exit(2) from None
