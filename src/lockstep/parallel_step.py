@@ -18,6 +18,7 @@ from lockstep import placement, program, sharding
 from lockstep.arguments import Placer
 from lockstep.compiles import CompileLog
 from lockstep.devices import make_mesh
+from lockstep.last_call import LastCall
 from lockstep.padding import PaddingCheck
 from lockstep.replicas import check_replicas
 from lockstep.static_leaves import unwrap, wrap
@@ -69,7 +70,8 @@ class ParallelStep:
         self._device_axis = device_axis
         self._mask_name = None if isinstance(fn, TrainStep) else mask_name
         self._parameters = _parameters(fn)
-        self._programs: dict[Any, tuple[program.Program, Any]] = {}
+        self._programs: dict[Any, program.Program] = {}
+        self._last_call: LastCall | None = None
         self._strong: dict[Any, dict[int, Any]] = {}
         self._in_flight: collections.deque[Any] = collections.deque()
         self._padding_check = PaddingCheck(self.batch_argnums)
@@ -84,6 +86,9 @@ class ParallelStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns as soon as it is dispatched."""
+        last = self._last_call
+        if last and not kwargs and last.is_like((*args, {}), self._key_shapes(args)):
+            return self._finish(last.program, last.program.run(*args, {}))
         placed = self._place(args, kwargs)
         if not self._padding_check.done:
             self._padding_check(self._run, placed)
@@ -109,7 +114,8 @@ class ParallelStep:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.stages.Lowered` of the step for these arguments, for inspection."""
         placed = wrap(self._place(args, kwargs))
-        return self._program(placed)[0].run.lower(*placed)
+        shapes = self._key_shapes(placed[:-1])
+        return self._program(placed, shapes).run.lower(*placed)
 
     def wait(self) -> None:
         """Wait until every step that was dispatched has run."""
@@ -150,33 +156,40 @@ class ParallelStep:
         return placed
 
     def _run(self, placed: tuple[Any, ...]) -> Any:
-        """Run one step on placed arguments, keeping at most two in flight."""
+        """Run one step on placed arguments, compiling it where they are new."""
         if not self._placer.is_placed(jax.tree.leaves(placed)):
             placed = wrap(placed)  # what is on no device is static
-        current, view = self._program(placed)
+        shapes = self._key_shapes(placed[:-1])
+        current = self._program(placed, shapes)
         if current.strong:
             placed = (program.strengthen(placed[0], current.strong), *placed[1:])
+        if self._padding_check.done or self.remainder != "pad":
+            self._last_call = LastCall.of(placed, current, shapes)
         started, compiled = time.perf_counter(), self.compiles.count
-        outputs, token = current.run(*placed)
+        results = current.run(*placed)
         if self.compiles.count > compiled:
             self.compiles.finish(time.perf_counter() - started)
+        return self._finish(current, results)
+
+    def _finish(self, current: program.Program, results: tuple[Any, Any]) -> Any:
+        """The user's outputs; bounds the run-ahead and compares replicas once."""
+        outputs, token = results
         if current.static_outputs:
             outputs = unwrap(outputs)
-        if view and view.suspects and not self._replicas_checked:
-            self._check_replicas(current.state_of(outputs))
+        if current.view and current.view.suspects and not self._replicas_checked:
+            self._replicas_checked = True
+            check_replicas(current.state_of(outputs), name=self._name(0))
         self._bound_run_ahead(current, outputs, token)
         return outputs
 
-    def _program(self, args: tuple[Any, ...]) -> tuple[program.Program, Any]:
+    def _program(self, args: tuple[Any, ...], shapes: Any) -> program.Program:
         """The program for this structure of arguments, built when it is new."""
-        key = jax.tree.structure(args)
-        if self._device_axis:
-            key = (key, self._key_shapes(args))
+        key = (jax.tree.structure(args), shapes)
         if key not in self._programs:
             self._programs[key] = self._build(args)
         return self._programs[key]
 
-    def _build(self, args: tuple[Any, ...]) -> tuple[program.Program, Any]:
+    def _build(self, args: tuple[Any, ...]) -> program.Program:
         names = (*(self._name(i) for i in range(len(args) - 1)), "keywords")
         view = self._device_view(names) if self._device_axis else None
         built = program.build(
@@ -190,7 +203,8 @@ class ParallelStep:
         )
         if built.strong:
             self._strong[jax.tree.structure(args[0])] = built.strong
-        return built, view
+        built.view = view
+        return built
 
     def _device_view(self, names: tuple[str, ...]) -> DeviceView:
         axis = self._device_axis or self.axis_name
@@ -206,16 +220,13 @@ class ParallelStep:
             owns_keys=isinstance(self.fn, TrainStep),
         )
 
-    def _key_shapes(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Ranks that decide how arguments are split in the device view."""
+    def _key_shapes(self, args: tuple[Any, ...]) -> Any:
+        """First axes that decide how other arguments are split in the device view."""
         special = (self._state_argnum, *self.batch_argnums)
+        if self._device_axis is None or len(args) <= len(special):
+            return ()
         others = [arg for i, arg in enumerate(args) if i not in special]
-        return tuple(x.shape[:1] for x in jax.tree.leaves(others))
-
-    def _check_replicas(self, state: Any) -> None:
-        """After step 1: compare the copies of a state not proven equal."""
-        self._replicas_checked = True
-        check_replicas(state, name=self._name(0))
+        return tuple(np.shape(x)[:1] for x in jax.tree.leaves(others))
 
     def _bound_run_ahead(
         self, current: program.Program, outputs: Any, token: Any

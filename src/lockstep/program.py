@@ -30,12 +30,14 @@ class Program:
         strong: leaf number in the state -> dtype, for the weakly typed leaves that
             the step returns strongly typed; placed so, the step compiles once.
         static_outputs: whether outputs hold wrapped static leaves.
+        view: what was traced, in the device view.
     """
 
     run: Any
     state_at: str | None
     strong: dict[int, Any]
     static_outputs: bool
+    view: Any = None
 
     def state_of(self, outputs: Any) -> Any:
         """The new state among the outputs (`None` for an evaluation step)."""

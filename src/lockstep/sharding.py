@@ -1,14 +1,22 @@
-"""Where arrays lie: the few `NamedSharding`s that data parallelism needs."""
+"""Where arrays lie: the few `NamedSharding`s that data parallelism needs.
+
+Each is made once a mesh: arrays placed alike share one sharding object, which makes
+"is it placed?" a comparison by identity.
+"""
+
+import functools
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
+@functools.cache
 def replicated(mesh: Mesh) -> NamedSharding:
     """One full copy on every device of the mesh."""
     return NamedSharding(mesh, PartitionSpec())
 
 
+@functools.cache
 def rows(mesh: Mesh, axis_name: str = "data") -> NamedSharding:
     """Axis 0 (the rows of a batch) split along one mesh axis.
 
