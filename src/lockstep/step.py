@@ -1,0 +1,357 @@
+"""`make_train_step`: from a loss and an optimizer to the step of a training run."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lockstep import model_state as statistics
+from lockstep import scaling
+from lockstep.accumulate import Sums, sum_gradients
+from lockstep.gradients import average, clip, global_norm
+from lockstep.loss import Loss
+from lockstep.metrics import Mean
+from lockstep.outcome import Outcome, evaluate_loss
+from lockstep.placement import count_rows
+from lockstep.reduce import axis_size, psum_tree
+from lockstep.rng import check_key, device_key, step_key
+from lockstep.scaling import DynamicScale
+from lockstep.train_state import (
+    TrainState,
+    check_params,
+    keep_types,
+    move_ema,
+    select,
+    settle,
+    start_ema,
+)
+
+
+def make_train_step(
+    loss: Callable[..., Any],
+    optimizer: Any,
+    *,
+    model_state: bool = False,
+    axis_name: str | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    loss_scale: DynamicScale | float | str | None = None,
+    ema: float | None = None,
+    remat: bool | Callable[..., Any] = False,
+    batch_norm: str | None = None,
+    mask: str | None = "mask",
+) -> "TrainStep":
+    """Make the training step of a loss and an optimizer.
+
+    The step averages by sums and counts, so that microbatches and devices with unequal
+    numbers of rows or tokens give what one device gives on the whole batch.
+
+    Args:
+        loss: `(params, batch[, key])` to `loss` or `(loss, metrics)`; with
+            `model_state=True` `(params, model_state, batch[, key])` to
+            `loss, (metrics, model_state)`. The loss is a scalar (the mean of its
+            rows), one value a row `[B]`, or `Mean(total, count)`; so is each metric in
+            the (nested) dict `metrics`.
+        optimizer: an optax `GradientTransformation`.
+        model_state: whether the loss carries a state of its own, as BatchNorm does.
+        axis_name: `None` for the global view; the mesh axis for the device view, where
+            the step sees one shard and reduces once, after accumulation.
+        accumulate: how many microbatches make one step; rows must divide by it.
+        clip_norm: the greatest global norm of the averaged gradient.
+        loss_scale: `"dynamic"` or a `DynamicScale` for float16, which skips steps whose
+            gradients are not finite; a number for a fixed scale, which never skips.
+        ema: the decay of a moving average of the parameters, kept in float32.
+        remat: recompute activations in the backward pass; a function is the policy of
+            `jax.checkpoint`.
+        batch_norm: `"local"` allows, in the device view, statistics of each device's
+            own rows; they are averaged over the devices.
+        mask: where a batch that is a dict holds its mask. A mask `[B]` weighs the rows
+            of scalars and of `[B]` values; a finer one is for the loss to use, with
+            `Mean.of(values, mask)`.
+
+    Returns:
+        A `TrainStep`; `TrainStep.init` makes its state.
+
+    Raises:
+        TypeError: the loss, the optimizer or an option is of the wrong kind.
+        ValueError: an option is out of range.
+
+    Example:
+        >>> import optax
+        >>> def loss(params, batch):
+        ...     return (params["w"] * batch["x"] - batch["y"]) ** 2
+        >>> step = make_train_step(loss, optax.sgd(0.1))
+        >>> state = step.init({"w": jnp.zeros(())})
+        >>> batch = {"x": jnp.array([1.0, 2.0]), "y": jnp.array([1.0, 2.0])}
+        >>> state, metrics = jax.jit(step)(state, batch)
+        >>> f"{metrics['loss']:.2f} {state.params['w']:.2f}"
+        '2.50 0.50'
+    """
+    for name in ("init", "update"):
+        if not callable(getattr(optimizer, name, None)):
+            raise TypeError(
+                f"the optimizer is {type(optimizer).__name__} without {name}(): give "
+                "an optax GradientTransformation such as optax.adamw(1e-3)"
+            )
+    _check_options(axis_name, accumulate, clip_norm, ema, batch_norm, model_state)
+    if remat is True or callable(remat):
+        policy = remat if callable(remat) else None
+        read = Loss.read(loss, model_state)
+        read = dataclasses.replace(read, fn=jax.checkpoint(loss, policy=policy))
+    else:
+        read = Loss.read(loss, model_state)
+    return TrainStep(
+        loss=read,
+        optimizer=optimizer,
+        axis_name=axis_name,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        loss_scale=scaling.read_loss_scale(loss_scale),
+        ema=ema,
+        batch_norm=batch_norm,
+        mask=mask,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainStep:
+    """A training step: `(state, batch[, key]) -> (state, metrics)`.
+
+    In the global view it is an ordinary function of a state and a whole batch; in the
+    device view it runs on one shard, inside `lockstep.per_device` or `jax.shard_map`.
+
+    The metrics are those of the loss, each a `Mean`; `loss`, a `Mean`; `grad_norm`, the
+    norm of the averaged gradient before clipping; with a dynamic loss scale also
+    `loss_scale` and `skipped` (0 or 1), and `grad_norm` is then a `Mean` without the
+    skipped steps.
+
+    A batch in which nothing counts (all masks zero) has loss 0 and gradient 0, and is
+    a step like any other. A skipped step leaves parameters, optimizer, averages and
+    model state as they were; only `step` moves on, so that no key is drawn twice.
+    """
+
+    loss: Loss
+    optimizer: Any
+    axis_name: str | None
+    accumulate: int
+    clip_norm: float | None
+    loss_scale: DynamicScale | float | None
+    ema: float | None
+    batch_norm: str | None
+    mask: str | None
+
+    __name__ = "train_step"
+
+    @property
+    def view(self) -> str:
+        """`"global"` or `"device"`."""
+        return "global" if self.axis_name is None else "device"
+
+    @property
+    def takes_key(self) -> bool:
+        """Whether the loss draws: it then needs a key in the state or at each call."""
+        return self.loss.key is not None
+
+    def init(
+        self, params: Any, *, model_state: Any = None, key: jax.Array | None = None
+    ) -> TrainState:
+        """Make the state of step 0.
+
+        Arrays of `params` and `model_state` are taken over without a copy; a step that
+        donates the state takes them with it unless the state was placed by a copy.
+
+        Args:
+            params: a tree of float arrays.
+            model_state: the loss's own state, if it has one.
+            key: the base key of the run; without it each call needs a key.
+
+        Raises:
+            TypeError: a parameter that has no gradient, or something that is no key.
+            ValueError: a state or key that the loss does not take, or a missing state.
+        """
+        check_params(params)
+        params = settle(params)
+        if self.loss.model_state != (model_state is not None):
+            wants = "takes" if self.loss.model_state else "takes no"
+            raise ValueError(
+                f"init was called with{'' if model_state is not None else 'out'} "
+                f"model_state, and the loss {wants} model_state (make_train_step("
+                f"model_state={self.loss.model_state}))"
+            )
+        if key is not None:
+            self._check_takes(key)
+        scale = self.loss_scale
+        dynamic = scaling.start(scale) if isinstance(scale, DynamicScale) else None
+        return settle(
+            TrainState(
+                step=jnp.zeros((), jnp.int32),
+                params=params,
+                opt_state=self.optimizer.init(params),
+                model_state=model_state,
+                key=key,
+                loss_scale=dynamic,
+                ema=None if self.ema is None else start_ema(params),
+            )
+        )
+
+    def __call__(
+        self, state: TrainState, batch: Any, key: jax.Array | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """One step.
+
+        Args:
+            state: from `init` or from the step before.
+            batch: a tree of `[B, ...]` arrays or a `MaskedBatch`; in the device view
+                the rows of this device.
+            key: the key of this very step, if the state holds no base key.
+        """
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"the state is {type(state).__name__}, not a TrainState: make it with "
+                "step.init(params)"
+            )
+        key = self._key_of(state, key)
+        sums = self._sums(state, batch, key)
+        rows = count_rows(batch) // self.accumulate
+        grads = average(sums.grads, sums.loss.count / rows, self._scale_of(state))
+        return self._advance(state, grads, sums)
+
+    def _key_of(self, state: TrainState, key: Any) -> Any:
+        """The key of this step on this device."""
+        if state.key is not None and key is not None:
+            raise ValueError(
+                "the state holds a base key and the call gives one too: use one of them"
+            )
+        if key is not None:
+            self._check_takes(key)
+        elif state.key is not None:
+            key = step_key(state.key, state.step)
+        elif self.takes_key:
+            raise ValueError(
+                f"the loss takes a key ({self.loss.key!r}) and there is none: use "
+                "step.init(params, key=jax.random.key(seed)), or give each call a key"
+            )
+        if key is None or self.axis_name is None:
+            return key
+        axis_size(self.axis_name)
+        return device_key(key, self.axis_name)
+
+    def _check_takes(self, key: Any) -> None:
+        if not self.takes_key:
+            raise ValueError(
+                "the loss takes no key, and one was given: let the loss take it as its "
+                "last argument, or leave it out"
+            )
+        check_key(key)
+
+    def _scale_of(self, state: TrainState) -> Any:
+        return state.loss_scale.value if state.loss_scale else self.loss_scale
+
+    def _sums(self, state: TrainState, batch: Any, key: Any) -> Sums:
+        """The sums over microbatches and devices, after one reduction."""
+        scale = self._scale_of(state)
+
+        def objective(*args: Any) -> tuple[jax.Array, Outcome]:
+            value, outcome = self._evaluate(*args)
+            return value if scale is None else value * scale, outcome
+
+        args = state.params, state.model_state, batch, key
+        if self.axis_name is None:
+            return sum_gradients(objective, *args, self.accumulate)
+        devices = axis_size(self.axis_name)
+        sums = sum_gradients(objective, *args, self.accumulate)
+        differs = self._differs(args)
+        shares = statistics.shares(sums.model_state, differs, devices)
+        grads, loss, metrics, means = psum_tree(
+            (sums.grads, sums.loss, sums.metrics, shares), self.axis_name
+        )
+        equal = statistics.with_means(sums.model_state, differs, means)
+        return Sums(grads, loss, metrics, equal)
+
+    def _evaluate(self, *args: Any) -> tuple[jax.Array, Outcome]:
+        """One microbatch: `(params, model_state, batch, key)` to sums."""
+        parts = self.accumulate > 1 or self.axis_name is not None
+        return evaluate_loss(self.loss, *args, mask_name=self.mask, parts=parts)
+
+    def _differs(self, args: tuple[Any, Any, Any, Any]) -> list[bool]:
+        """Which leaves of the model state differ between devices; if they may."""
+        if not self.loss.model_state or self.axis_name is None:
+            return []
+
+        def forward(*args: Any) -> Any:
+            return self._evaluate(*args)[1].model_state
+
+        differs = statistics.differing(forward, *args, self.axis_name)
+        statistics.check_policy(args[1], differs, self.batch_norm, self.axis_name)
+        return differs
+
+    def _advance(
+        self, state: TrainState, grads: Any, sums: Sums
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Update everything, or leave it where a gradient is not finite."""
+        norm = global_norm(grads)
+        metrics = {"loss": sums.loss, **sums.metrics, "grad_norm": norm}
+        moved = self._update(state, clip(grads, norm, self.clip_norm), sums)
+        if isinstance(self.loss_scale, DynamicScale) and state.loss_scale:
+            finite = jnp.isfinite(norm)  # equal on all devices, after the reduction
+            scale = scaling.move(self.loss_scale, state.loss_scale, finite)
+            moved = select(finite, moved, state)
+            moved = dataclasses.replace(moved, loss_scale=scale)
+            taken = finite.astype(norm.dtype)
+            metrics["grad_norm"] = Mean(jnp.where(finite, norm, 0), taken)
+            metrics["loss_scale"] = state.loss_scale.value
+            metrics["skipped"] = 1 - taken
+        return dataclasses.replace(moved, step=state.step + 1), metrics
+
+    def _update(self, state: TrainState, grads: Any, sums: Sums) -> TrainState:
+        """The state after the optimizer's step."""
+        import optax
+
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        optimizer = optax.with_extra_args_support(self.optimizer)
+        # Some transformations, as reduce_on_plateau, look at the loss.
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, value=sums.loss.compute()
+        )
+        params = optax.apply_updates(state.params, updates)
+        params = keep_types(state.params, params, "state.params")
+        ema = state.ema
+        if self.ema is not None:
+            ema = move_ema(ema, params, self.ema)
+        return dataclasses.replace(
+            state,
+            params=params,
+            opt_state=keep_types(state.opt_state, opt_state, "state.opt_state"),
+            model_state=sums.model_state,
+            ema=ema,
+        )
+
+
+def _check_options(
+    axis_name: Any,
+    accumulate: Any,
+    clip_norm: Any,
+    ema: Any,
+    batch_norm: Any,
+    model_state: bool,
+) -> None:
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise TypeError(f"axis_name={axis_name!r} is not the name of a mesh axis")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
+        raise TypeError(f"accumulate={accumulate!r} is not a number of microbatches")
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate}; a step has 1 microbatch or more")
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        raise ValueError(f"clip_norm={clip_norm!r} must be above 0, or None")
+    if ema is not None and not 0 < ema < 1:
+        raise ValueError(f"ema={ema!r} is a decay between 0 and 1, such as 0.999")
+    if batch_norm not in (None, "local"):
+        raise ValueError(f"batch_norm={batch_norm!r} must be 'local' or None")
+    if batch_norm and (axis_name is None or not model_state):
+        raise ValueError(
+            "batch_norm='local' is for the device view of a loss with "
+            "model_state=True: in the global view BatchNorm sees the whole batch"
+        )

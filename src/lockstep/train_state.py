@@ -1,0 +1,166 @@
+"""The state of a training run: made ready to be donated, and never changing its type.
+
+A step compiles once if its state always has the same structure, shapes and strong
+dtypes; it can reuse the state's memory if no array is in the state twice.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lockstep import tree
+from lockstep.reduce import widen
+from lockstep.scaling import ScaleState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a train step carries from one call to the next; unused parts are `None`.
+
+    Attributes:
+        step: int32, the number of calls so far, skipped ones included.
+        params: the parameters.
+        opt_state: the optimizer's state; its own counts stand still on skipped steps.
+        model_state: what the loss carries on, such as BatchNorm's statistics.
+        key: the base key; the key of a step is `step_key(key, step)`.
+        loss_scale: the dynamic loss scale.
+        ema: the moving average of the parameters, in float32 or wider.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    model_state: Any = None
+    key: Any = None
+    loss_scale: ScaleState | None = None
+    ema: Any = None
+
+    @property
+    def eval_params(self) -> Any:
+        """The parameters to evaluate: `ema` in the parameters' dtypes, if it is kept.
+
+        Example:
+            >>> state = TrainState(step=0, params=jnp.zeros(2), opt_state=())
+            >>> state.eval_params is state.params
+            True
+        """
+        if self.ema is None:
+            return self.params
+        return jax.tree.map(lambda e, p: e.astype(p.dtype), self.ema, self.params)
+
+
+def check_params(params: Any) -> None:
+    """Refuse parameters that have no gradient.
+
+    Raises:
+        TypeError: a leaf that is not a float array, with its path.
+        ValueError: there are no leaves.
+    """
+    leaves = tree.named_leaves(params, "params")
+    if not leaves:
+        raise ValueError("params has no arrays: there is nothing to train")
+    for path, leaf in leaves:
+        leaf = tree.as_host(leaf)
+        if tree.is_static(leaf) or not jnp.issubdtype(
+            jnp.result_type(leaf), jnp.inexact
+        ):
+            raise TypeError(
+                f"{path} is {tree.describe_leaf(leaf)}, which has no gradient: give "
+                "the float leaves alone, with nnx.split(model, nnx.Param, ...) or "
+                "eqx.partition(model, eqx.is_inexact_array), and put them together "
+                "again in the loss; state that is not trained goes into model_state"
+            )
+
+
+def settle(values: Any) -> Any:
+    """Leaves as a step returns them: strongly typed arrays, no array twice.
+
+    Arrays stay the caller's own where nothing has to change. An array that is met a
+    second time is copied, for the same memory cannot be donated twice.
+
+    Example:
+        >>> w = jnp.ones(2)
+        >>> a, b, c = settle((w, w, 0.5))
+        >>> a is w, b is w, c.weak_type
+        (True, False, False)
+    """
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        leaf = tree.as_host(leaf)
+        if tree.is_static(leaf):
+            return leaf
+        if not isinstance(leaf, jax.Array):
+            leaf = jnp.array(leaf)  # a copy: NumPy's memory is not ours to donate
+        if leaf.weak_type:
+            leaf = leaf.astype(leaf.dtype)
+        if id(leaf) in seen:
+            leaf = jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, values)
+
+
+def start_ema(params: Any) -> Any:
+    """A moving average that begins at the parameters, as a copy of its own."""
+    return jax.tree.map(lambda p: jnp.copy(widen(p)), params)
+
+
+def move_ema(ema: Any, params: Any, decay: float) -> Any:
+    """decay * ema + (1 - decay) * params, in the average's own dtypes.
+
+    In bfloat16 a decay of 0.999 would be 1.0 and the average would never move.
+    """
+
+    def move(e: jax.Array, p: jax.Array) -> jax.Array:
+        return e + (1 - decay) * (p.astype(e.dtype) - e)
+
+    return jax.tree.map(move, ema, params)
+
+
+def keep_types(old: Any, new: Any, name: str) -> Any:
+    """The new tree with the old one's dtypes.
+
+    Floats return to the width that they had: float32 arithmetic on a bfloat16 state is
+    no reason for the state to grow. Any other change is refused.
+
+    Raises:
+        ValueError: another structure, shape or kind of number, with the leaf's path.
+
+    Example:
+        >>> keep_types(jnp.zeros((), jnp.bfloat16), jnp.float32(0.5), "scale").dtype
+        dtype(bfloat16)
+    """
+    if jax.tree.structure(old) == jax.tree.structure(new):
+        new = jax.tree.map(_as_before, old, new)
+    difference = tree.first_difference(old, new, name)
+    if difference is not None:
+        raise ValueError(
+            f"{difference}: a step must return a state of the same structure, shapes "
+            "and kinds of numbers"
+        )
+    return new
+
+
+def _as_before(old: Any, new: Any) -> Any:
+    if tree.is_static(old) or tree.is_static(new):
+        return new
+    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
+    before, after = jnp.result_type(old), jnp.result_type(new)
+    alike = any(
+        jnp.issubdtype(before, kind) and jnp.issubdtype(after, kind) for kind in kinds
+    )
+    return jnp.asarray(new).astype(before) if alike else new
+
+
+def select(take: jax.Array, new: Any, old: Any) -> Any:
+    """The new tree where `take` is true, else the old one, in one program."""
+
+    def choose(after: Any, before: Any) -> Any:
+        return before if tree.is_static(before) else jnp.where(take, after, before)
+
+    return jax.tree.map(choose, new, old)
