@@ -32,7 +32,6 @@ class BatchPlan:
     devices_per_shard: int = 1
 
     def __str__(self) -> str:
-        """The plan as a sum that comes out."""
         where = f"{_count(self.processes, 'process')} x "
         if self.devices_per_shard == 1:
             where += _count(self.shards, "device")

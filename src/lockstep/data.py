@@ -12,10 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep.batch_plan import BatchPlan, plan_batches
-from lockstep.prefetching import prefetch
+from lockstep.prefetching import prefetch as prefetch  # part of this namespace
 from lockstep.row_sources import RowSource, row_source
-
-__all__ = ["BatchIterator", "Batches", "batches", "prefetch"]
 
 # The order of rows must not repeat what users draw from the same seed.
 _ORDER = 0x6F72646572
@@ -74,7 +72,7 @@ def batches(
 
 
 class Batches:
-    """A data set in global batches; each loop over it is the next pass.
+    """A data set in global batches, made by `batches`; each loop is the next pass.
 
     Attributes:
         plan: how a global batch lies on processes and devices.
@@ -90,7 +88,6 @@ class Batches:
         epochs: int,
         remainder: str | None,
     ) -> None:
-        """Made by `batches`."""
         self.plan, self.seed, self.epochs = plan, seed, epochs
         self._rows = rows
         self._drop = _drops(remainder, len(rows), plan.global_rows)
@@ -102,17 +99,14 @@ class Batches:
         return len(self._rows)
 
     def __len__(self) -> int:
-        """Batches of one pass."""
         return self.epochs * len(self.starts(0))
 
     def __iter__(self) -> "BatchIterator":
-        """The next pass, in the order of its epochs."""
         first = self._next_epoch
         self._next_epoch += self.epochs
         return BatchIterator(self, first)
 
     def __repr__(self) -> str:
-        """Rows, batches and plan in one line."""
         return f"Batches({self.rows:,} rows, {len(self):,} batches, {self.plan})"
 
     def starts(self, row: int) -> range:
@@ -155,14 +149,12 @@ class BatchIterator(Iterator[Any]):
     """One pass over `Batches`, whose position can be kept and restored."""
 
     def __init__(self, data: Batches, epoch: int) -> None:
-        """Made by `iter(batches(...))`."""
         self._data = data
         self._end = epoch + data.epochs
         self._epoch, self._row = epoch, 0
         self._reader: Any = None
 
     def __next__(self) -> Any:
-        """The next batch of the epoch, or the first of the pass's next epoch."""
         while not self._data.starts(self._row):
             self.close()
             if self._epoch + 1 == self._end:

@@ -41,7 +41,6 @@ class Worker:
         size: int,
         limit: int | None,
     ) -> None:
-        """Start the thread."""
         self._channel = _Channel(size)
         self._thread = threading.Thread(
             target=_work,

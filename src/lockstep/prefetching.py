@@ -96,7 +96,10 @@ def _place_on(where: Any, remainder: str | None) -> Callable[[Any], Any]:
 
 
 class Prefetch:
-    """An iterable of placed batches; each loop over it runs its own thread."""
+    """An iterable of placed batches, made by `prefetch`.
+
+    Each loop over it runs its own thread, and first closes an unfinished one.
+    """
 
     def __init__(
         self,
@@ -105,14 +108,12 @@ class Prefetch:
         size: int,
         limit: int | None,
     ) -> None:
-        """Made by `prefetch`; nothing is read before the first loop."""
         self._batches = batches
         self._start = partial(Worker, place=place, size=size, limit=limit)
         self._limit = limit
         self._current: Callable[[], PrefetchIterator | None] = lambda: None
 
     def __iter__(self) -> "PrefetchIterator":
-        """Start a new pass; an unfinished pass over this object is closed first."""
         previous = self._current()
         if previous is not None:
             previous.supersede()
@@ -124,18 +125,19 @@ class Prefetch:
         return current
 
     def __len__(self) -> int:
-        """The number of batches of one pass, where the source knows it."""
         known = len(self._batches)  # pyright: ignore[reportArgumentType]
         return known if self._limit is None else min(known, self._limit)
 
 
 class PrefetchIterator(Iterator[Any]):
-    """One pass over the source: the loop's end of the hand-over."""
+    """One pass over the source: the loop's end of the hand-over.
+
+    The thread starts with the first `next`.
+    """
 
     def __init__(
         self, source: Iterator[Any], start: Callable[[Iterator[Any]], Worker]
     ) -> None:
-        """Made by `iter(prefetch(...))`; the thread starts with the first batch."""
         self._source = source
         self._start = start
         self._worker: Worker | None = None
@@ -144,7 +146,6 @@ class PrefetchIterator(Iterator[Any]):
         self._ended = self._superseded = False
 
     def __next__(self) -> Any:
-        """The next placed batch, or the error that the source raised in its place."""
         if self._superseded:
             raise RuntimeError(
                 "a newer loop over the same prefetch object closed this one: call "

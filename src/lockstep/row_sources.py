@@ -1,6 +1,7 @@
 """Rows that can be asked for by number: a tree of arrays, or a source of elements."""
 
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -19,9 +20,7 @@ class RowSource(Protocol):
 
     threads: int
 
-    def __len__(self) -> int:
-        """How many rows there are."""
-        ...
+    def __len__(self) -> int: ...
 
     def take(self, rows: np.ndarray, epoch: int) -> Any:
         """The batch of `rows` (numbers from 0), a tree of `[len(rows), ...]`."""
@@ -34,16 +33,17 @@ def row_source(source: Any) -> RowSource:
     Raises:
         TypeError: `source` has no rows that can be asked for by number.
     """
-    is_leaf = jax.tree.structure(source) == jax.tree.structure(0)
-    if not is_leaf or tree.is_array(source):
+    if tree.is_array(source) or isinstance(source, (Mapping, list, tuple)):
         return ArrayRows(source)
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return ElementRows(source)
-    raise TypeError(
-        f"a {type(source).__name__} has no rows by number: give a tree of arrays, a "
-        "Grain MapDataset, or an object with __len__ and __getitem__; a loader that "
-        "yields batches by itself goes to prefetch or Trainer.fit as it is"
-    )
+    if isinstance(source, Iterable):
+        raise TypeError(
+            f"a {type(source).__name__} has no rows by number: give a tree of arrays, "
+            "a Grain MapDataset, or an object with __len__ and __getitem__; a loader "
+            "that yields batches by itself goes to prefetch or Trainer.fit as it is"
+        )
+    return ArrayRows(source)
 
 
 class ArrayRows:
@@ -52,7 +52,6 @@ class ArrayRows:
     threads = 0
 
     def __init__(self, arrays: Any) -> None:
-        """Check the arrays; none is copied."""
         arrays = check_batch(arrays, "source")
         for path, leaf in tree.named_leaves(arrays, "source"):
             if tree.is_array(leaf) and not isinstance(leaf, (np.ndarray, jax.Array)):
@@ -67,7 +66,6 @@ class ArrayRows:
         )
 
     def __len__(self) -> int:
-        """How many rows there are."""
         return self._rows
 
     def take(self, rows: np.ndarray, epoch: int) -> Any:
@@ -87,7 +85,6 @@ class ElementRows:
     threads = 4
 
     def __init__(self, source: Any) -> None:
-        """Wrap a `MapDataset`, or anything with `__len__` and `__getitem__`."""
         import grain
 
         is_grain = isinstance(source, grain.MapDataset)
@@ -101,7 +98,6 @@ class ElementRows:
             raise ValueError("the source has 0 rows")
 
     def __len__(self) -> int:
-        """How many rows there are."""
         return len(self._elements)
 
     def take(self, rows: np.ndarray, epoch: int) -> Any:
