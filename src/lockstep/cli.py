@@ -1,6 +1,7 @@
 """The command `lockstep`: a thin list of commands that import their work when run."""
 
 from contextlib import ExitStack
+from importlib import import_module
 from typing import Annotated
 
 import typer
@@ -25,9 +26,7 @@ def main() -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from lockstep import __version__
-
-        typer.echo(f"lockstep {__version__}")
+        typer.echo(f"lockstep {import_module("lockstep").__version__}")
         raise typer.Exit()
 
 
