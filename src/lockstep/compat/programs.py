@@ -1,0 +1,220 @@
+"""The compiled programs of one mapped function: one a signature and a mesh."""
+
+import math
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.backend import get_backend
+from jax.sharding import Mesh, NamedSharding
+
+from lockstep.compat import mapped_devices, nested
+from lockstep.compat.mapped_leaves import MappedLeaves
+from lockstep.compat.moves import Moves, misplaced, on_the_host
+from lockstep.compat.options import Options, input_axes
+from lockstep.compat.shards import is_none, on_rows, spec, specs
+
+Fun = Callable[..., Any]
+Static = tuple[Any, ...]
+
+
+class Program:
+    """One function, for one structure of arguments, on one mesh.
+
+    Attributes:
+        run: the jitted function of the arguments that are not static.
+        traced: the same without placements, for calls under another transformation.
+        mesh: its first axis is the mapped one, others are of maps inside it.
+        wants: the sharding of every leaf.
+    """
+
+    def __init__(self, leaves: MappedLeaves, static: Static, mesh: Mesh):
+        self.mesh = mesh
+        self._leaves, self._static = leaves, static
+        out_axes = jax.tree.leaves(leaves.options.out_axes)
+        # One object an axis, so that a call sees at a glance what is in its place.
+        self._shardings = {
+            axis: NamedSharding(mesh, spec(axis, mesh.axis_names[0]))
+            for axis in {None, *leaves.axes, *out_axes}
+        }
+        self.wants = [self._shardings[axis] for axis in leaves.axes]
+        function, donated = self._function(), leaves.options.donated
+        self.run = jax.jit(function, donate_argnums=donated, **self._placements())
+        self.traced = jax.jit(function, donate_argnums=donated)
+
+    def __call__(self, leaves: list[Any], mapped: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs on arguments given both as leaves and as they are."""
+        if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves))):
+            return self.traced(*mapped, **kwargs)
+        odd = misplaced(leaves, self.wants)
+        if odd:
+            names = self._leaves.names()
+            name = self._leaves.function_name()
+            self._leaves.moves.count(name, {names[p]: leaves[p] for p in odd})
+        if kwargs:
+            odd += on_the_host(leaves)
+        if odd:
+            self._leaves.check(leaves, self.mesh.devices.shape[0])
+            targets = [self.wants[p] for p in odd]
+            moved = jax.device_put([leaves[p] for p in odd], targets)
+            for position, leaf in zip(odd, moved, strict=True):
+                leaves[position] = leaf
+            mapped, kwargs = jax.tree.unflatten(self._leaves.tree, leaves)
+        return self.run(*mapped, **kwargs)
+
+    def lower(self, leaves: list[Any], mapped: Any, kwargs: dict[str, Any]) -> Any:
+        """The lowered program, for arguments or descriptions of them."""
+        return self.run.lower(*mapped, **kwargs)
+
+    def _placements(self) -> dict[str, Any]:
+        """Where the results go, and the arguments come from, as far as JAX takes it."""
+        if len(self.mesh.axis_names) > 1:  # XLA follows the hints of the inner map
+            return {}
+        out_axes, shardings = self._leaves.options.out_axes, self._shardings
+        out = jax.tree.map(shardings.get, out_axes, is_leaf=is_none)
+        mapped, by_name = jax.tree.unflatten(self._leaves.tree, self.wants)
+        if by_name:  # JAX has no in_shardings for keyword arguments
+            return {"out_shardings": out}
+        return {"in_shardings": mapped, "out_shardings": out}
+
+    def _function(self) -> Fun:
+        # The names show in JAX's errors and in the text of the compiled program.
+        def mapped(*flat_args: Any, **kwargs: Any) -> Any:
+            return self._map(jax.tree.leaves((flat_args, kwargs)))
+
+        mapped.__name__ = self._leaves.function_name()
+        return mapped
+
+    def _map(self, leaves: list[Any]) -> Any:
+        """Traced once a signature: the checks, then one `shard_map`."""
+        options, axes, mesh = self._leaves.options, self._leaves.axes, self.mesh
+        axis_name, size = next(iter(mesh.shape.items()))
+        self._leaves.check(leaves, size)
+        out = jax.shard_map(
+            on_rows(self._call, axes, options.out_axes),
+            mesh=mesh,
+            in_specs=specs(axes, axis_name),
+            out_specs=specs(options.out_axes, axis_name),
+            axis_names={axis_name},
+            check_vma=False,
+        )(*leaves)
+        mapped_devices.check_all_used(options, mesh)
+        return out
+
+    def _call(self, *rows: Any) -> Any:
+        mapped, kwargs = jax.tree.unflatten(self._leaves.tree, rows)
+        args = self._leaves.options.join(mapped, self._static)
+        with nested.tracing(tuple(self.mesh.shape.items())):
+            return self._leaves.fun()(*args, **kwargs)
+
+
+class Signature:
+    """The programs for one structure of arguments and one set of static values."""
+
+    def __init__(self, leaves: MappedLeaves, static: Static):
+        self.leaves, self._static = leaves, static
+        self._first = leaves.first()
+        self._axis = leaves.axes[self._first]
+        self._programs: dict[Hashable, Program] = {}
+        self._inner: dict[int, nested.Axes] = {}
+
+    def size(self, leaves: list[Any]) -> int:
+        """The size of the mapped axis, read off the first leaf where it is known."""
+        try:
+            size = leaves[self._first].shape[self._axis]
+        except (AttributeError, IndexError):
+            size = None
+        if size in self._inner:
+            return size
+        present = len(mapped_devices.mine(self.leaves.options))
+        return self.leaves.size(leaves, present)
+
+    def program(self, size: int) -> Program:
+        """The program for an axis of this size."""
+        inner = self._inner.setdefault(size, ())
+        key = size, inner, get_backend(self.leaves.options.backend)
+        if key not in self._programs:
+            self._programs[key] = Program(self.leaves, self._static, self._mesh(size))
+        return self._programs[key]
+
+    def widen(self, size: int, axes: nested.Axes) -> None:
+        """Remembers the axes of the maps inside: all but the first of `axes`."""
+        self._inner[size] = axes[1:]
+
+    def _mesh(self, size: int) -> Mesh:
+        inner = self._inner[size]
+        sizes = [size for _, size in inner]
+        names = [self.leaves.options.axis_name, *(name for name, _ in inner)]
+        devices = mapped_devices.pick(
+            self.leaves.options, size, math.prod(sizes), False
+        )
+        return Mesh(np.array(devices).reshape(-1, *sizes), names)
+
+
+class Programs:
+    """All programs of one function under one set of options.
+
+    The function is held weakly, so that a program kept by JAX does not keep it alive.
+    """
+
+    def __init__(self, fun: Callable[[], Fun], options: Options):
+        self._fun, self._options = fun, options
+        self._signatures: dict[Hashable, Signature] = {}
+        self.moves = Moves()
+
+    def use(
+        self,
+        fun: Fun,
+        action: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """`action(program, leaves, mapped, kwargs)` with the program for the arguments.
+
+        Tried again on a wider mesh when the function turns out to map inside. `fun`
+        is the function itself, which the caller holds until this returns.
+        """
+        mapped, static = self._options.split(args)
+        leaves, tree = jax.tree.flatten((mapped, kwargs))
+        signature = self._signatures.get((tree, static))
+        if signature is None:
+            axes = input_axes(self._options, mapped, kwargs)
+            described = MappedLeaves(self._fun, self._options, tree, axes, self.moves)
+            signature = self._signatures[tree, static] = Signature(described, static)
+        size = signature.size(leaves)
+        while True:
+            try:
+                return action(signature.program(size), leaves, mapped, kwargs)
+            except nested.DeeperMesh as deeper:
+                signature.widen(size, deeper.axes)
+
+
+_shared: dict[int, tuple[weakref.ref, dict[Hashable, Programs]]] = {}
+
+
+def programs_of(fun: Fun, options: Options) -> Programs:
+    """The programs of `fun`, shared by all its mappings with equal options.
+
+    So `pmap(f)(x)` written inside a loop compiles once.
+    """
+    try:
+        entry = _shared.get(id(fun))
+        if entry is None or entry[0]() is not fun:
+            entry = _shared[id(fun)] = weakref.ref(fun, _forget(id(fun))), {}
+    except TypeError:  # this callable takes no weak references
+        return Programs(lambda: fun, options)
+    reference, by_options = entry
+    key = options.key()
+    if key not in by_options:
+        by_options[key] = Programs(reference, options)
+    return by_options[key]
+
+
+def _forget(identity: int) -> Callable[[weakref.ref], None]:
+    def forget(reference: weakref.ref) -> None:
+        if identity in _shared and _shared[identity][0] is reference:
+            del _shared[identity]
+
+    return forget
