@@ -26,7 +26,8 @@ def main() -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"lockstep {import_module("lockstep").__version__}")
+        version = import_module("lockstep").__version__
+        typer.echo(f"lockstep {version}")
         raise typer.Exit()
 
 
