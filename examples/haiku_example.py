@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 import lockstep as ls
 
 BATCH = 64
-optimizer = optax.sgd(0.1, momentum=0.9)
+optimizer = optax.sgd(0.03, momentum=0.9)
 
 
 @hk.transform_with_state

@@ -64,7 +64,7 @@ def train(mesh, steps):
         params=variables["params"],
         batch_stats=variables["batch_stats"],
         key=jax.random.key(1),
-        tx=optax.sgd(0.1, momentum=0.9),
+        tx=optax.sgd(0.03, momentum=0.9),
     )
     step = ls.parallelize(train_step, mesh)
     losses = []

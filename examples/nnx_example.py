@@ -52,7 +52,7 @@ def batches(steps):
 
 def train(mesh, steps):
     model = CNN(nnx.Rngs(params=0, dropout=1))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.03, momentum=0.9), wrt=nnx.Param)
     state = model, optimizer
     step = ls.parallelize(train_step, mesh)
     losses = []

@@ -30,7 +30,7 @@ def assert_same_on_every_mesh(train, mesh_of, axis="data"):
     """Losses agree to 1e-6 relative, parameters per leaf; and there is training."""
     one_losses, one_params = train(mesh_of(1, {axis: 1}), STEPS)
     assert len(one_losses) == STEPS
-    assert one_losses[-1] < 0.9 * one_losses[0]
+    assert one_losses[-1] < 0.95 * one_losses[0]
     for count in (2, 4, 8):
         losses, params = train(mesh_of(count, {axis: count}), STEPS)
         np.testing.assert_allclose(losses, one_losses, rtol=1e-6)
