@@ -1,0 +1,6 @@
+"""Reads programs of the pmap era, never runs them, and says what to change."""
+
+from lockstep.compat.check.checker import check
+from lockstep.compat.check.findings import Finding, Level
+
+__all__ = ["Finding", "Level", "check"]

@@ -1,0 +1,189 @@
+"""Gradients over devices: averaged once, after they are taken, before they are used."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.compat.check.code import (
+    AVERAGES,
+    FUNCTIONS,
+    GRADS,
+    REDUCTIONS,
+    TREE_MAPS,
+    Code,
+    constant,
+    keyword,
+    last_name,
+)
+from lockstep.compat.check.findings import Level
+from lockstep.compat.check.mapped import Mapped
+from lockstep.compat.check.module import Module, Remarks, rule
+from lockstep.compat.check.scopes import Function
+
+_GRAD_NAME = re.compile("grad", re.IGNORECASE)
+_REDUCES_BY_NAME = re.compile("pmean|psum|all_?reduce|axis_name|sync|aggregate", re.I)
+_USES_GRADS = {"update", "apply_gradients", "apply_gradient", "apply_updates", "replace"}
+_KNOWN_LIBRARIES = ("jax", "numpy", "optax", "flax", "haiku", "functools", "chex")
+
+
+@rule(Level.WARNING)
+def no_reduction(module: Module) -> Remarks:
+    """Finds train steps that never average over devices: their replicas drift apart."""
+    for mapped in module.mapped.pmapped:
+        if mapped.function is None:
+            continue
+        nodes = module.reach(mapped.function)
+        takes_gradients = any(_is_call(module, node, GRADS) for node in nodes)
+        if takes_gradients and not _may_reduce(module, mapped, nodes):
+            yield (
+                mapped.node,
+                f"{mapped.name} takes gradients and never averages them over the "
+                "devices, so that each trains a model of its own on its part of the "
+                "batch: add grads = jax.lax.pmean(grads, axis_name); if separate "
+                "models are meant, this is right",
+            )
+
+
+def _may_reduce(module: Module, mapped: Mapped, nodes: list[ast.AST]) -> bool:
+    """Whether anything in it reduces, or could do so out of sight."""
+    for node in nodes:
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            if module.dotted(node) in REDUCTIONS:
+                return True
+            if _REDUCES_BY_NAME.search(last_name(node)):
+                return True
+        elif isinstance(node, ast.Constant):
+            if node.value == mapped.axis is not None and node not in _own(mapped):
+                return True
+        elif isinstance(node, ast.keyword) and _REDUCES_BY_NAME.search(node.arg or ""):
+            if node.value not in _own(mapped):
+                return True
+        elif isinstance(node, ast.Call) and _hands_on_gradients(module, node):
+            return True
+    return False
+
+
+def _own(mapped: Mapped) -> list[ast.AST]:
+    """What `pmap` itself is given, which a decorator puts inside the function."""
+    return list(ast.walk(mapped.node))
+
+
+def _hands_on_gradients(module: Module, call: ast.Call) -> bool:
+    """Whether gradients go to a function that cannot be looked into."""
+    dotted = module.dotted(call.func)
+    if dotted.startswith(_KNOWN_LIBRARIES) or last_name(call.func) in _USES_GRADS:
+        return False
+    if module.function(call.func) is not None:
+        return False
+    return any(_GRAD_NAME.search(last_name(argument)) for argument in call.args)
+
+
+@rule(Level.WARNING)
+def pmean_in_loss(module: Module) -> Remarks:
+    """Finds losses averaged over devices before they are differentiated, alone."""
+    for call, dotted in module.calls:
+        if dotted not in GRADS or not call.args:
+            continue
+        loss = module.function(call.args[0])
+        if loss is None or _averages_after(module, call, loss):
+            continue
+        for returned in _losses(module, call, loss):
+            if _is_call(module, returned, AVERAGES):
+                yield (
+                    returned,
+                    "the loss is averaged over devices before its gradient is taken: "
+                    "the loss is right and the gradients are those of each device "
+                    "alone; return the local loss and average the gradients, "
+                    "grads = jax.lax.pmean(grads, axis_name)",
+                )
+
+
+def _losses(module: Module, grad: ast.Call, loss: Function) -> Iterator[ast.expr]:
+    """What of the loss function's results is differentiated."""
+    has_aux = constant(keyword(grad, "has_aux")) is True
+    for returned in module.returns(loss):
+        if has_aux and isinstance(returned, ast.Tuple) and returned.elts:
+            returned = returned.elts[0]
+        value = module.value(returned)
+        if value is not None:
+            yield value
+
+
+def _averages_after(module: Module, grad: ast.Call, loss: Function) -> bool:
+    """Whether gradients are averaged outside the loss, in the function around."""
+    around = module.scopes.enclosing(grad, *FUNCTIONS) or module.tree
+    inside = set(ast.walk(loss))
+    taken = _targets_of(module, grad)
+    for node in ast.walk(around):
+        if node not in inside and _is_call(module, node, AVERAGES):
+            names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+            if names & taken or any(map(_GRAD_NAME.search, names)):
+                return True
+    return False
+
+
+def _targets_of(module: Module, node: ast.AST) -> set[str]:
+    for around in module.scopes.ancestors(node):
+        if isinstance(around, ast.Assign):
+            names = (n for t in around.targets for n in ast.walk(t))
+            return {n.id for n in names if isinstance(n, ast.Name)}
+        if isinstance(around, ast.stmt):
+            break
+    return set()
+
+
+@rule(Level.WARNING)
+def clip_before_pmean(module: Module) -> Remarks:
+    """Finds gradients clipped on each device before they are averaged."""
+    for call, dotted in module.calls:
+        if dotted in AVERAGES and call.args:
+            made = module.value(call.args[0])
+            if isinstance(made, ast.Call) and _clips_gradients(module, made):
+                yield (
+                    made,
+                    "gradients are clipped before they are averaged, so that each "
+                    "device clips its own part and the result depends on their "
+                    "number: average first, then clip",
+                )
+
+
+def _clips_gradients(module: Module, call: ast.Call) -> bool:
+    if not call.args or not _is_clip(module, call):
+        return False
+    gradients = [a for a in call.args if _GRAD_NAME.search(last_name(a))]
+    return any(not _is_per_row(module, g) and not _is_averaged(module, g) for g in gradients)
+
+
+def _is_clip(module: Module, call: ast.Call) -> bool:
+    if module.dotted(call.func) in TREE_MAPS:
+        function = module.function(call.args[0])
+        inside = ast.walk(function.body) if isinstance(function, ast.Lambda) else ()
+        return any(isinstance(n, ast.Call) and "clip" in last_name(n.func) for n in inside)
+    if last_name(call.func) == "update" and isinstance(call.func, ast.Attribute):
+        made = module.value(call.func.value)  # clipper = optax.clip_by_global_norm(1.0)
+        return isinstance(made, ast.Call) and last_name(made.func).startswith("clip")
+    return "clip" in last_name(call.func)
+
+
+def _is_per_row(module: Module, gradients: ast.expr) -> bool:
+    """Whether these are gradients of single rows, which are clipped one by one."""
+    made = module.value(gradients)
+    inside = [made, *ast.walk(made)] if made is not None else []
+    calls = (n for n in inside if isinstance(n, ast.Call))
+    for call in calls:
+        functions = [module.dotted(call.func)]
+        target = module.value(call.func)
+        if isinstance(target, ast.Call):
+            functions.append(module.dotted(target.func))
+        if "jax.vmap" in functions:
+            return True
+    return False
+
+
+def _is_averaged(module: Module, gradients: ast.expr) -> bool:
+    made = module.value(gradients)
+    return made is not None and _is_call(module, made, AVERAGES)
+
+
+def _is_call(code: Code, node: ast.AST, names: set[str]) -> bool:
+    return isinstance(node, ast.Call) and code.dotted(node.func) in names

@@ -1,0 +1,407 @@
+"""Every name of the pmap era that is gone, renamed or means something else today.
+
+The one table behind `install` (which restores names), `check` (which reports
+them) and `fix` (which rewrites the pure renames). Its facts were read off JAX
+0.10 and 0.12 and Flax 0.12; `tests/compat/test_names.py` holds it to the
+installed versions.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What became of a name."""
+
+    REMOVED = "removed"
+    """Part of the data-parallel interface; gone, with nothing of its shape in JAX."""
+    RENAMED = "renamed"
+    """Gone under this name; the same thing has another one."""
+    CHANGED = "changed"
+    """What stands there today, or comes nearest, means something else."""
+    DEAD = "dead"
+    """Gone, and nothing today means the same."""
+    OLD = "old"
+    """Still there and still right, but on its way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One row: a name, what became of it, and what to do.
+
+    Attributes:
+        old: the dotted name, as the era wrote it.
+        kind: what became of it.
+        today: what to write instead, as text.
+        rename: the dotted name that can stand in its place without any other
+            change; empty where there is none.
+        restore: the dotted name of what `install` puts in its place; empty where it
+            cannot, and then `today` is what the raised error says.
+    """
+
+    old: str
+    kind: Kind
+    today: str
+    rename: str = ""
+    restore: str = ""
+
+    @property
+    def gone(self) -> bool:
+        """Whether code that uses the name stops on today's JAX."""
+        return self.kind in (Kind.REMOVED, Kind.RENAMED, Kind.DEAD)
+
+
+_ERA = "lockstep.compat.era."
+_COMPAT = "lockstep.compat."
+
+
+def _renamed(names: str, module: str, to: str = "") -> Iterator[Name]:
+    """Rows for `old` or `old=new` words under `module`, now under `to`."""
+    for word in names.split():
+        old, _, new = word.partition("=")
+        rename = f"{to or module}.{new or old}"
+        yield Name(f"{module}.{old}", Kind.RENAMED, rename, rename, rename)
+
+
+def _gone(kind: Kind, rows: dict[str, str], restore: str = "") -> Iterator[Name]:
+    """Rows that have text only, or the same helper module for all of them."""
+    for old, today in rows.items():
+        yield Name(old, kind, today, "", restore and restore + old.split(".")[-1])
+
+
+def _data_parallel() -> Iterator[Name]:
+    yield from _gone(
+        Kind.REMOVED,
+        {
+            "jax.device_put_replicated": "lockstep.replicate(tree, mesh), or "
+            "lockstep.compat.device_put_replicated to keep the device axis",
+            "jax.device_put_sharded": "lockstep.shard_batch(batch, mesh), or "
+            "lockstep.compat.device_put_sharded to keep the device axis",
+            "jax.replicate": "lockstep.replicate(tree, mesh), or "
+            "lockstep.compat.replicate to keep the device axis",
+            "jax.unreplicate": "lockstep.to_host(tree), or "
+            "lockstep.compat.unreplicate for a stacked tree",
+        },
+        _COMPAT,
+    )
+    yield from _gone(
+        Kind.REMOVED,
+        {
+            "jax.sharding.PmapSharding": "jax.sharding.NamedSharding(mesh, P('data'))",
+            "jax.interpreters.pxla.ShardedDeviceArray": "jax.Array",
+            "jax.pxla.ShardedDeviceArray": "jax.Array",
+            "jax.ShardedDeviceArray": "jax.Array",
+            "jax.Array.device_buffer": "x.addressable_shards[0].data",
+            "jax.Array.device_buffers": "[s.data for s in x.addressable_shards]",
+            "flax.training.common_utils.pmean": "jax.lax.pmean(tree, 'batch')",
+        },
+        _ERA,
+    )
+    yield from _gone(
+        Kind.REMOVED,
+        {
+            "jax.lib.xla_bridge.device_count": "jax.device_count()",
+            "jax.lib.xla_bridge.local_device_count": "jax.local_device_count()",
+            "jax.lib.xla_bridge.devices": "jax.devices()",
+            "jax.lib.xla_bridge.local_devices": "jax.local_devices()",
+            "jax.lib.xla_bridge.process_count": "jax.process_count()",
+            "jax.lib.xla_bridge.process_index": "jax.process_index()",
+            "jax.lib.xla_bridge.host_count": "jax.process_count()",
+            "jax.lib.xla_bridge.host_id": "jax.process_index()",
+        },
+        "jax.",
+    )
+    backend = "jax.extend.backend.get_backend"
+    yield Name(
+        "jax.lib.xla_bridge.get_backend",
+        Kind.REMOVED,
+        f"jax.default_backend(), or {backend}()",
+        backend,
+        backend,
+    )
+    yield from _gone(
+        Kind.DEAD,
+        {
+            "jax.soft_pmap": "jax.vmap inside lockstep.per_device",
+            "jax.xmap": "jax.shard_map",
+            "jax.experimental.maps.xmap": "jax.shard_map",
+            "jax.experimental.maps.SerialLoop": "jax.lax.map",
+            "jax.experimental.maps.thread_resources": "jax.sharding.get_abstract_mesh()",
+            "jax.interpreters.sharded_jit": "jax.jit with in_shardings",
+            "jax.experimental.global_device_array": "jax.Array and "
+            "jax.make_array_from_callback",
+            "jax.lib.xla_bridge": "the functions of jax itself, or jax.extend.backend",
+        },
+    )
+
+
+def _trees() -> Iterator[Name]:
+    yield from _renamed(
+        "tree_map=map tree_multimap=map tree_leaves=leaves tree_flatten=flatten "
+        "tree_unflatten=unflatten tree_structure=structure tree_reduce=reduce "
+        "tree_transpose=transpose tree_all=all",
+        "jax",
+        "jax.tree",
+    )
+    yield from _renamed("tree_multimap=tree_map", "jax.tree_util")
+    yield from _renamed(
+        "treedef_is_leaf treedef_children treedef_tuple", "jax", "jax.tree_util"
+    )
+
+
+def _types() -> Iterator[Name]:
+    """Names that code of the era wrote in annotations and in isinstance."""
+    for old, rename in {
+        "jax.random.KeyArray": "jax.Array",
+        "jax.random.PRNGKeyArray": "jax.Array",
+        "jax.numpy.DeviceArray": "jax.Array",
+        "jax.interpreters.xla.DeviceArray": "jax.Array",
+        "jax.interpreters.xla.Device": "jax.Device",
+        "jax.lib.xla_client.Device": "jax.Device",
+        "jax.lib.xla_extension.Device": "jax.Device",
+        "jax.lib.xla_extension.ArrayImpl": "jax.Array",
+        "jax.lib.xla_extension.XlaRuntimeError": "jax.errors.JaxRuntimeError",
+        "jax.core.ConcretizationTypeError": "jax.errors.ConcretizationTypeError",
+        "jax.abstract_arrays.ShapedArray": "jax.core.ShapedArray",
+    }.items():
+        yield Name(old, Kind.RENAMED, rename, rename, rename)
+
+
+def _meshes() -> Iterator[Name]:
+    for module, names in {
+        "jax.experimental": "PartitionSpec",
+        "jax.experimental.maps": "Mesh mesh=Mesh",
+        "jax.experimental.pjit": "PartitionSpec",
+        "jax.experimental.sharding": "Mesh NamedSharding PartitionSpec Sharding "
+        "MeshPspecSharding=NamedSharding SingleDeviceSharding",
+        "jax.interpreters.pxla": "Mesh PartitionSpec",
+        "jax.interpreters.sharded_jit": "PartitionSpec",
+        "jax.sharding": "MeshPspecSharding=NamedSharding use_mesh=set_mesh "
+        "XLACompatibleSharding=Sharding",
+    }.items():
+        yield from _renamed(names, module, "jax.sharding")
+    yield from _renamed("with_sharding_constraint", "jax.experimental.pjit", "jax.lax")
+    yield Name(
+        "jax.sharding.PositionalSharding",
+        Kind.DEAD,
+        "jax.sharding.NamedSharding, with a named axis for each split axis",
+    )
+    yield Name(
+        "jax.sharding.GSPMDSharding", Kind.DEAD, "jax.sharding.NamedSharding"
+    )
+
+
+def _config() -> Iterator[Name]:
+    yield Name(
+        "jax.config.config", Kind.RENAMED, "jax.config", "jax.config", "jax.config"
+    )
+    yield from _gone(
+        Kind.DEAD,
+        {
+            "jax.config.FLAGS": "jax.config.read('jax_...')",
+            "jax.config.enable_omnistaging": "nothing: it is always on",
+        },
+        _ERA,
+    )
+    yield Name(
+        "jax.spmd_mode",
+        Kind.DEAD,
+        "jax.jit: eager operations on arrays of several processes are refused "
+        "where they would not be local",
+    )
+
+
+def _numpy() -> Iterator[Name]:
+    yield from _renamed(
+        "row_stack=vstack round_=round product=prod alltrue=all sometrue=any "
+        "cumproduct=cumprod trapz=trapezoid fix=trunc",
+        "jax.numpy",
+    )
+    yield from _renamed("tril triu", "jax.scipy.linalg", "jax.numpy")
+    yield from _renamed("normalize=standardize", "jax.nn")
+    yield from _gone(
+        Kind.RENAMED,
+        {
+            "jax.numpy.msort": "jnp.sort(x, axis=0)",
+            "jax.numpy.in1d": "jnp.isin(x.ravel(), y)",
+            "jax.random.shuffle": "jax.random.permutation(key, x, axis, "
+            "independent=True)",
+            "jax.lax.tie_in": "its second argument alone",
+            "jax.lax.pvary": "jax.lax.pcast(x, axis_name, to='varying')",
+            "jax.ops.index": "the index itself, as in x.at[1, :].set(y)",
+            "jax.ops.index_update": "x.at[index].set(y)",
+            "jax.ops.index_add": "x.at[index].add(y)",
+            "jax.ops.index_mul": "x.at[index].multiply(y)",
+            "jax.ops.index_min": "x.at[index].min(y)",
+            "jax.ops.index_max": "x.at[index].max(y)",
+        },
+        _ERA,
+    )
+
+
+def _modules() -> Iterator[Name]:
+    yield from _renamed("optimizers stax", "jax.experimental", "jax.example_libraries")
+    yield from _renamed("linear_util", "jax", "jax.extend")
+    yield from _renamed("enable_x64", "jax.experimental", "jax")
+    yield from _renamed(
+        "Primitive Jaxpr ClosedJaxpr JaxprEqn Literal Var jaxpr_as_fun",
+        "jax.core",
+        "jax.extend.core",
+    )
+    yield from _renamed("get_aval=typeof", "jax.core", "jax")
+    yield from _renamed("partial", "jax", "functools")
+    yield from _renamed("vectorize", "jax.experimental.vectorize", "jax.numpy")
+    yield from _renamed(
+        "jit grad value_and_grad vmap pmap device_put device_get", "jax.api", "jax"
+    )
+    yield from _gone(
+        Kind.RENAMED, {"jax.experimental.disable_x64": "jax.enable_x64(False)"}, _ERA
+    )
+    yield from _gone(
+        Kind.DEAD,
+        {
+            "jax.api": "the functions of jax itself",
+            "jax.util": "your own few lines: zip(strict=True), math.prod",
+            "jax.experimental.host_callback": "jax.pure_callback, "
+            "jax.experimental.io_callback or jax.debug.callback",
+            "jax.experimental.maps": "jax.sharding and jax.shard_map",
+            "jax.experimental.loops": "jax.lax.scan, while_loop or fori_loop",
+            "jax.experimental.export": "jax.export",
+            "jax.lib.xla_client": "jax and jax.extend",
+            "jax.lib.xla_extension": "jax and jax.extend",
+            "jax.abstract_arrays": "jax.core.ShapedArray",
+            "jax.custom_transforms": "jax.custom_vjp or jax.custom_jvp",
+            "jax.defvjp_all": "jax.custom_vjp",
+            "jax.defvjp": "jax.custom_vjp",
+            "jax.defjvp": "jax.custom_jvp",
+            "jax.mask": "padding and a mask in the batch",
+            "jax.shapecheck": "jax.eval_shape",
+            "jax.xla_computation": "jax.jit(f).lower(...).compiler_ir()",
+            "jax.curry": "functools.partial",
+            "jax.clear_backends": "jax.extend.backend.clear_backends()",
+            "jax.core.unit": "None",
+            "jax.core.raise_to_shaped": "jax.typeof(x)",
+            "jax.core.axis_frame": "jax.lax.axis_size(axis_name), which is a number "
+            "and no frame",
+        },
+    )
+
+
+def _libraries() -> Iterator[Name]:
+    """Flax and Optax: what is gone there is reported, never faked."""
+    yield from _gone(
+        Kind.DEAD,
+        {
+            "flax.optim": "optax, with flax.training.train_state.TrainState",
+            "flax.nn": "flax.linen: its modules are built and applied otherwise",
+            "flax.deprecated": "flax.linen and optax",
+        },
+    )
+    for old, rename in {
+        "flax.optim.dynamic_scale": "flax.training.dynamic_scale",
+        "flax.optim.DynamicScale": "flax.training.dynamic_scale.DynamicScale",
+        "optax.additive_weight_decay": "optax.add_decayed_weights",
+    }.items():
+        yield Name(old, Kind.RENAMED, rename, rename)
+
+
+def _still_there() -> Iterator[Name]:
+    """Names that raise nothing: `install` gives the first ones their old meaning."""
+    yield Name(
+        "jax.pmap",
+        Kind.CHANGED,
+        "lockstep.compat.pmap, then lockstep.per_device, then lockstep.parallelize",
+        "",
+        "lockstep.compat.pmap",
+    )
+    yield Name(
+        "jax.numpy.clip",
+        Kind.CHANGED,
+        "jnp.clip(x, min=..., max=...): a, a_min and a_max are gone",
+        "",
+        _ERA + "clip",
+    )
+    for module, names in {
+        "flax.jax_utils": "replicate unreplicate prefetch_to_device",
+        "flax.training.common_utils": "get_metrics stack_forest",
+    }.items():
+        for name in names.split():
+            compat = _COMPAT + name
+            yield Name(f"{module}.{name}", Kind.CHANGED, compat, "", compat)
+    yield Name("jax.Array.device", Kind.CHANGED, "x.device, or x.devices()")
+    for old, new in {
+        "jax.host_id": "jax.process_index",
+        "jax.host_count": "jax.process_count",
+    }.items():
+        yield Name(old, Kind.OLD, new, new)
+    yield from _gone(
+        Kind.OLD,
+        {
+            "jax.host_ids": "range(jax.process_count())",
+            "jax.experimental.shard_map.shard_map": "jax.shard_map: its check_vma "
+            "was check_rep, and gradients differ under it",
+            "jax.experimental.pjit.pjit": "jax.jit",
+            "jax.interpreters.pxla.thread_resources": "jax.sharding.get_mesh()",
+        },
+    )
+
+
+def _table(*groups: Iterable[Name]) -> dict[str, Name]:
+    rows = [name for group in groups for name in group]
+    table = {row.old: row for row in rows}
+    assert len(table) == len(rows), "a name stands twice in the table"
+    return table
+
+
+NAMES: dict[str, Name] = _table(
+    _data_parallel(),
+    _trees(),
+    _types(),
+    _meshes(),
+    _config(),
+    _numpy(),
+    _modules(),
+    _libraries(),
+    _still_there(),
+)
+"""Every row, by its old dotted name."""
+
+
+def look_up(dotted: str) -> Name | None:
+    """The row for a dotted name, or for the longest module or class it lies in.
+
+    Example:
+        >>> look_up("jax.tree_map").today
+        'jax.tree.map'
+        >>> look_up("jax.experimental.optimizers.adam").today
+        'jax.example_libraries.optimizers'
+        >>> look_up("jax.tree.map") is None
+        True
+    """
+    parts = dotted.split(".")
+    for end in range(len(parts), 1, -1):
+        row = NAMES.get(".".join(parts[:end]))
+        if row is not None:
+            return row
+    return None
+
+
+FLAGS: dict[str, tuple[object, str]] = {
+    "jax_array": (True, "every array is a jax.Array"),
+    "jax_jit_pjit_api_merge": (True, "jit and pjit are one"),
+    "jax_omnistaging": (True, "it is always on"),
+    "jax_parallel_functions_output_gda": (False, "every array is a jax.Array"),
+    "jax_pmap_shmap_merge": (True, "pmap is jit of shard_map; the old one is gone"),
+    "jax_pmap_no_rank_reduction": (
+        True,
+        "a shard of a pmap result keeps its leading axis of 1; the mapped function "
+        "still sees its arrays without the device axis",
+    ),
+    "jax_enable_memories": (True, "it is always on"),
+    "jax_sharding_in_types": (True, "it is a property of each mesh axis"),
+    "jax_spmd_mode": ("allow_all", "eager operations follow their operands"),
+    "jax_coordination_service": (True, "jax.distributed.initialize always uses it"),
+    "jax_experimental_name_stack": (True, "it is always on"),
+}
+"""Options of `jax.config` that are gone: the value that today always holds, and why."""

@@ -1,0 +1,109 @@
+"""Notebooks as Python: their code cells, without the lines that are not Python."""
+
+import ast
+import io
+import json
+import re
+import tokenize
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_COMMAND = re.compile(r"^\s*([%!?]|[\w.]+\s*=\s*[%!]|[\w.]+\?{1,2}\s*$)")
+_PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of a notebook.
+
+    Attributes:
+        number: counts the code cells from 1, as Jupyter's `[n]` after "Run All"; 0
+            for a cell of prose.
+        text: what stands in the cell.
+    """
+
+    number: int
+    text: str
+
+    @property
+    def is_code(self) -> bool:
+        """Whether the cell holds code."""
+        return self.number > 0
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """The cells of a notebook file, in order.
+
+    Raises:
+        ValueError: the file is not a notebook of format 4.
+    """
+    try:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        return list(_numbered(cells))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no notebook of format 4: {error}") from error
+
+
+def _numbered(cells: list[dict]) -> Iterator[Cell]:
+    number = 0
+    for cell in cells:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            number += 1
+            yield Cell(number, text)
+        else:
+            yield Cell(0, text)
+
+
+def split_commands(text: str) -> tuple[str, list[tuple[int, str]]]:
+    """Python with `%pip`, `!` and `?` lines made harmless, and those lines.
+
+    A line stays where it is, so that line numbers hold; what was no Python becomes
+    `pass`. Text that is Python as it stands is left alone.
+
+    Returns:
+        The text, and each command as `(line number from 1, line)`.
+
+    Example:
+        >>> split_commands("import os\\n%pip install flax\\nos.getpid()")
+        ('import os\\npass\\nos.getpid()', [(2, '%pip install flax')])
+    """
+    lines = text.split("\n")
+    if lines[0].startswith("%%") and not lines[0].startswith(_PYTHON_CELLS):
+        return "\n".join([""] * len(lines)), [(1, lines[0])]
+    if _is_python(text):
+        return text, []
+    commands: list[tuple[int, str]] = []
+    goes_on = False
+    for index, line in enumerate(lines):
+        if goes_on or (_COMMAND.match(line) and _starts_a_statement(lines[:index])):
+            commands.append((index + 1, line.strip()))
+            indent = line[: len(line) - len(line.lstrip())]
+            lines[index] = "" if goes_on else indent + "pass"
+            goes_on = line.rstrip().endswith("\\")
+    return "\n".join(lines), commands
+
+
+def _is_python(text: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd escapes
+            ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+def _starts_a_statement(before: list[str]) -> bool:
+    """Whether the next line lies in no string, bracket or continued line."""
+    if before and before[-1].rstrip().endswith("\\"):
+        return False
+    try:
+        list(tokenize.generate_tokens(io.StringIO("\n".join(before)).readline))
+    except tokenize.TokenError as error:
+        return not re.search("multi-line|triple-quoted", str(error))
+    except SyntaxError:
+        return True
+    return True
