@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,10 +85,9 @@ def digits_run(tmp_path_factory):
 
 
 def test_digits_learn(digits_run):
-    output, run = digits_run
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["valid/accuracy"] >= 0.97
-    assert f"held-out images: {last['valid/accuracy']:.2%} of 261 right" in output
+    output, _ = digits_run
+    found = re.search(r"held-out images: (.*)% of 261 right, each once", output)
+    assert found and float(found[1]) >= 97
 
 
 def test_digits_report_devices_plan_and_replicas(digits_run):
@@ -99,8 +99,12 @@ def test_digits_report_devices_plan_and_replicas(digits_run):
 
 def test_digits_write_what_they_say(digits_run):
     _, run = digits_run
-    lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(6, 181, 6))
-    assert {"loss", "accuracy", "valid/loss", "valid/accuracy"} <= set(lines[0])
+    rows: dict[int, dict[str, float]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["step"], {}).update(row)
+    assert list(rows) == list(range(6, 181, 6))
+    names = {"loss", "accuracy", "examples_per_second", "valid/loss", "valid/accuracy"}
+    assert all(names <= set(row) for row in rows.values())
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(run.glob("events.out.tfevents.*"))) == 1

@@ -32,10 +32,9 @@ if TYPE_CHECKING:
         writers,
     )
     from lockstep.callbacks import every
-    from lockstep.checkpoint import Checkpointer
     from lockstep.data import prefetch
     from lockstep.devices import describe_devices, make_mesh, simulate_devices
-    from lockstep.distributed import initialize, is_main_process
+    from lockstep.distributed import is_main_process
     from lockstep.evaluation import evaluate, predict
     from lockstep.loop import Trainer
     from lockstep.metrics import Mean
@@ -55,7 +54,6 @@ _NAMESPACES = (
 )
 
 _HOMES = {
-    "Checkpointer": "checkpoint",
     "Mean": "metrics",
     "TrainState": "step",
     "Trainer": "loop",
@@ -63,7 +61,6 @@ _HOMES = {
     "device_key": "rng",
     "evaluate": "evaluation",
     "every": "callbacks",
-    "initialize": "distributed",
     "is_main_process": "distributed",
     "make_mesh": "devices",
     "make_train_step": "step",
@@ -80,7 +77,6 @@ _HOMES = {
 }
 
 __all__ = [
-    "Checkpointer",
     "Mean",
     "TrainState",
     "Trainer",
@@ -93,7 +89,6 @@ __all__ = [
     "distributed",
     "evaluate",
     "every",
-    "initialize",
     "is_main_process",
     "make_mesh",
     "make_train_step",
