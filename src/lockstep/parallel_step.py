@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep import placement, program, sharding
+from lockstep import first_step, placement, program, sharding
 from lockstep.arguments import Placer
 from lockstep.compiles import CompileLog
 from lockstep.devices import make_mesh
@@ -89,6 +89,7 @@ class ParallelStep:
         last = self._last_call
         if last and not kwargs and last.is_like((*args, {}), self._key_shapes(args)):
             return self._finish(last.program, last.program.run(*args, {}))
+        first_step.present(self, args, kwargs)
         placed = self._place(args, kwargs)
         if not self._padding_check.done:
             self._padding_check(self._run, placed)
@@ -113,9 +114,32 @@ class ParallelStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.stages.Lowered` of the step for these arguments, for inspection."""
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.stages.Traced` of the step for these arguments, with its jaxpr."""
         placed = wrap(self._place(args, kwargs))
         shapes = self._key_shapes(placed[:-1])
-        return self._program(placed, shapes).run.lower(*placed)
+        return self._program(placed, shapes).run.trace(*placed)
+
+    def on(self, mesh: Mesh, *, compare_replicas: bool = True) -> "ParallelStep":
+        """The same function on another mesh; this step donates nothing.
+
+        Args:
+            mesh: the other devices.
+            compare_replicas: whether the first call compares the replicas of the state.
+        """
+        step = ParallelStep(
+            self.fn,
+            mesh,
+            device_axis=self._device_axis,
+            batch_argnums=self.batch_argnums,
+            donate_argnums=(),
+            remainder=self.remainder,
+            mask_name=self._mask_name or "mask",
+        )
+        step._replicas_checked = not compare_replicas
+        return step
 
     def wait(self) -> None:
         """Wait until every step that was dispatched has run."""

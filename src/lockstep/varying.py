@@ -53,12 +53,27 @@ def varying_outputs(
     return _flow(_open(closed_jaxpr), list(varies), axis_name)
 
 
+def varying_equations(
+    closed_jaxpr: core.ClosedJaxpr | core.Jaxpr, varies: Sequence[bool], axis_name: str
+) -> list[tuple[Any, list[bool]]]:
+    """All equations at any depth, each with the marks of its outputs.
+
+    An inner jaxpr that is called twice is listed twice; the body of a loop once, with
+    the marks of its last round.
+    """
+    seen: list[tuple[Any, list[bool]]] = []
+    _flow(_open(closed_jaxpr), list(varies), axis_name, seen)
+    return seen
+
+
 def reduces_over(closed_jaxpr: core.ClosedJaxpr, axis_name: str) -> bool:
     """Whether a jaxpr holds any collective over the axis, at any depth."""
-    return any(
-        eqn.primitive.name in _COLLECTIVES and axis_name in _axes(eqn)
-        for eqn in equations(_open(closed_jaxpr))
-    )
+    return any(is_collective(eqn, axis_name) for eqn in equations(_open(closed_jaxpr)))
+
+
+def is_collective(eqn: Any, axis_name: str) -> bool:
+    """Whether an equation moves or reduces values over the axis."""
+    return eqn.primitive.name in _COLLECTIVES and axis_name in _axes(eqn)
 
 
 def equations(jaxpr: core.Jaxpr) -> Iterable[Any]:
@@ -79,20 +94,29 @@ def inner_jaxprs(eqn: Any) -> list[core.Jaxpr]:
     return found
 
 
-def _flow(jaxpr: core.Jaxpr, varies: list[bool], axis: str) -> list[bool]:
-    """Carry the marks of the inputs through a jaxpr to its outputs."""
+def _flow(
+    jaxpr: core.Jaxpr, varies: list[bool], axis: str, seen: list[Any] | None = None
+) -> list[bool]:
+    """Carry the marks of the inputs through a jaxpr to its outputs.
+
+    Equations are added to `seen` with the marks of their outputs.
+    """
     marks = dict(zip(jaxpr.invars, varies, strict=True))
 
     def mark(var: Any) -> bool:  # literals and constants are equal everywhere
         return not isinstance(var, core.Literal) and marks.get(var, False)
 
     for eqn in jaxpr.eqns:
-        outputs = _equation(eqn, [mark(v) for v in eqn.invars], axis)
+        outputs = _equation(eqn, [mark(v) for v in eqn.invars], axis, seen)
+        if seen is not None:
+            seen.append((eqn, outputs))
         marks.update(zip(eqn.outvars, outputs, strict=True))
     return [mark(v) for v in jaxpr.outvars]
 
 
-def _equation(eqn: Any, inputs: list[bool], axis: str) -> list[bool]:
+def _equation(
+    eqn: Any, inputs: list[bool], axis: str, seen: list[Any] | None
+) -> list[bool]:
     name, n_out = eqn.primitive.name, len(eqn.outvars)
     if name == "axis_index" or name in _COLLECTIVES:
         if axis not in _axes(eqn):
@@ -101,22 +125,24 @@ def _equation(eqn: Any, inputs: list[bool], axis: str) -> list[bool]:
     if name in _HOST_CALLS:
         return [True] * n_out
     if name == "scan":
-        return _scan(eqn, inputs, axis)
+        return _scan(eqn, inputs, axis, seen)
     if name == "while":
-        return _while(eqn, inputs, axis)
+        return _while(eqn, inputs, axis, seen)
     if name == "cond":
-        branches = [_flow(j, inputs[1:], axis) for j in inner_jaxprs(eqn)]
+        branches = [_flow(j, inputs[1:], axis, seen) for j in inner_jaxprs(eqn)]
         return [inputs[0] or any(marks) for marks in zip(*branches, strict=True)]
     inner = inner_jaxprs(eqn)
     if len(inner) == 1 and len(inner[0].invars) == len(inputs):
-        outputs = _flow(inner[0], inputs, axis)
+        outputs = _flow(inner[0], inputs, axis, seen)
         if len(outputs) == n_out:
             return outputs
     sources = any(_makes_variation(e, axis) for j in inner for e in equations(j))
     return [any(inputs) or sources] * n_out
 
 
-def _scan(eqn: Any, inputs: list[bool], axis: str) -> list[bool]:
+def _scan(
+    eqn: Any, inputs: list[bool], axis: str, seen: list[Any] | None
+) -> list[bool]:
     body = _open(eqn.params["jaxpr"])
     # Counted by rank, for the parameter names differ between versions of JAX: a
     # scanned input or stacked output has one axis more outside than in the body.
@@ -129,11 +155,15 @@ def _scan(eqn: Any, inputs: list[bool], axis: str) -> list[bool]:
         outputs = _flow(body, consts + carry + xs, axis)
         grown = [a or b for a, b in zip(carry, outputs[:n_carry], strict=True)]
         if grown == carry:
+            if seen is not None:
+                _flow(body, consts + carry + xs, axis, seen)
             return carry + outputs[n_carry:]
         carry = grown
 
 
-def _while(eqn: Any, inputs: list[bool], axis: str) -> list[bool]:
+def _while(
+    eqn: Any, inputs: list[bool], axis: str, seen: list[Any] | None
+) -> list[bool]:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts = inputs[:n_cond]
     body_consts, carry = inputs[n_cond : n_cond + n_body], inputs[n_cond + n_body :]
@@ -144,6 +174,8 @@ def _while(eqn: Any, inputs: list[bool], axis: str) -> list[bool]:
         outputs = _flow(body, body_consts + carry, axis)
         grown = [a or b for a, b in zip(carry, outputs, strict=True)]
         if grown == carry:
+            if seen is not None:
+                _flow(body, body_consts + carry, axis, seen)
             return carry
         carry = grown
 
