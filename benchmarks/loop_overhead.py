@@ -20,8 +20,9 @@ import time
 
 import jax
 import jax.numpy as jnp
-import lockstep as ls
 import numpy as np
+
+import lockstep as ls
 
 GOAL = 1.05
 ROWS, FEATURES = 256, 128

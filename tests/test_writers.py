@@ -1,6 +1,7 @@
 """Each writer keeps what it was given, whatever stops the run."""
 
 import builtins
+import importlib
 import json
 import math
 
@@ -113,8 +114,7 @@ def test_tensorboard_holds_the_curves(tmp_path):
 
 def curves_of(folder):
     """Reads the events back: length, its checksum, the event, its checksum."""
-    from tensorboardX.proto.event_pb2 import Event
-
+    Event = importlib.import_module("tensorboardX.proto.event_pb2").Event
     curves = {}
     (file,) = folder.iterdir()
     data, at = file.read_bytes(), 0

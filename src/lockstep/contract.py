@@ -12,36 +12,35 @@ from lockstep.tree import first_difference, is_array
 _KEY_NAME = re.compile("key|rng")
 
 
-def uses_key(fn: Any, given: bool) -> bool:
-    """Whether the step gets a key as its third argument.
+def key_for(fn: Any, key: Any) -> Any:
+    """The base key if the step takes one as its third argument, and else `None`.
 
     Args:
         fn: the user's step.
-        given: whether the Trainer has a key.
+        key: the key that the Trainer was given, or `None`.
 
     Raises:
         TypeError: the step needs a third argument and there is no key, or it needs
             more than three arguments.
 
     Example:
-        >>> uses_key(lambda state, batch, key: (state, {}), given=True)
-        True
-        >>> uses_key(lambda state, batch, lr=0.1: (state, {}), given=False)
-        False
+        >>> key_for(lambda state, batch, key: (state, {}), "a key")
+        'a key'
+        >>> key_for(lambda state, batch, lr=0.1: (state, {}), None)
     """
     third = _third_argument(fn)
-    if third and not given:
+    if third and key is None:
         raise TypeError(
             f"{name_of(fn)} takes a third argument, and no key was given: say "
             "Trainer(key=jax.random.key(0)), and each step gets a key of its own; bind "
             "a third argument that is no key with functools.partial"
         )
-    if given and third is False:
+    if third is False and key is not None:
         say_once(
             f"Trainer key not used by {name_of(fn)}",
             f"Trainer(key=...) is not used: {name_of(fn)} takes no key",
         )
-    return given and third is not False
+    return None if third is False else key
 
 
 def check_output(state: Any, output: Any) -> None:
@@ -84,8 +83,8 @@ def by_name(metrics: Any) -> Any:
 
 def _third_argument(fn: Any) -> bool | None:
     """Whether a step needs a third argument; `None` if it can take one or not."""
-    if hasattr(fn, "takes_key"):
-        return fn.takes_key
+    if hasattr(fn, "takes_key"):  # a TrainStep, whose state may hold the key instead
+        return None if fn.takes_key else False
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # a callable that does not say

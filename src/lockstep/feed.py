@@ -1,12 +1,14 @@
 """The batches of one run in their order: epochs, steps, and the end of both."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from lockstep import sharding
 from lockstep.prefetching import Prefetch, PrefetchIterator, prefetch
 
 
@@ -38,7 +40,7 @@ class Feed:
         self._placed = self._place(batches, step)
         self._epochs_done = 0
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
+    def __iter__(self) -> Generator[tuple[int, Any], None, None]:
         """Each batch with the number of its epoch, from 1."""
         for epoch in itertools.count(1):
             before = self.done
@@ -75,21 +77,29 @@ class Feed:
     def _place(self, batches: Iterable[Any], step: Any) -> Any:
         if isinstance(batches, Prefetch | PrefetchIterator):
             return batches
-        if self._once and self._steps:
-            # Reading ahead must not take what a later run would train on.
-            batches = itertools.islice(batches, self._steps)
-        return prefetch(batches, step)
+        if isinstance(batches, list | tuple) and _lies_on(batches, step.mesh):
+            return batches  # nothing to prepare, so no thread
+        # Reading ahead must not take what a later run would train on.
+        return prefetch(batches, step, limit=self._steps if self._once else None)
 
     def _one_pass(self) -> Any:
-        if isinstance(self._placed, PrefetchIterator):  # whoever made it closes it
-            return nullcontext(self._placed)
-        return closing(iter(self._placed))
+        if isinstance(self._placed, Prefetch):
+            return closing(iter(self._placed))
+        return nullcontext(self._placed)  # an iterator is closed by whoever made it
 
 
 def rows_of(batch: Any) -> int:
     """Rows of a placed global batch, padding included; 1 for a batch without rows."""
     shapes = (getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batch))
     return next((shape[0] for shape in shapes if shape), 1)
+
+
+def _lies_on(batches: Sequence[Any], mesh: Mesh) -> bool:
+    """Whether the first batch, and so most likely all, is on the devices already."""
+    return bool(batches) and all(
+        isinstance(leaf, jax.Array) and sharding.on_mesh(leaf, mesh)
+        for leaf in jax.tree.leaves(batches[0])
+    )
 
 
 def _check_amount(steps: int | None, epochs: int | None) -> None:

@@ -1,22 +1,21 @@
 """`Trainer`: the training loop, as a call (`fit`) or as a generator (`steps`)."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from lockstep import contract, placement, sharding
+from lockstep import contract
 from lockstep.feed import Feed, rows_of
 from lockstep.metrics import compute
 from lockstep.notices import say_once
 from lockstep.parallel import as_parallel
-from lockstep.rng import step_key
 from lockstep.running import Callback, Running
+from lockstep.step_keys import StepKeys
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +76,11 @@ class Trainer:
         max_compiles: raise instead of compiling more often than this.
         clock: seconds, for `info.seconds`.
 
+    Attributes:
+        step: how many steps are finished.
+        total: the step at which the run will end, `None` where it cannot be known.
+        parallel: the step as it runs on the devices of `mesh`.
+
     Example:
         >>> import jax.numpy as jnp
         >>> def step(w, x):
@@ -109,9 +113,8 @@ class Trainer:
         self.step = 0
         self.total: int | None = None
         self._state: Any = None
-        uses_key = contract.uses_key(self.parallel.fn, key is not None)
-        self._key = placement.replicate(key, self.mesh) if uses_key else None
-        self._fold = jax.jit(step_key, out_shardings=sharding.replicated(self.mesh))
+        key = contract.key_for(self.parallel.fn, key)
+        self._keys = None if key is None else StepKeys(key, self.mesh)
         self._clock = clock
         self._last_read = 0
         if max_compiles is not None:
@@ -171,7 +174,7 @@ class Trainer:
         *,
         steps: int | None = None,
         epochs: int | None = None,
-    ) -> Iterator[StepInfo]:
+    ) -> Generator[StepInfo, None, None]:
         """Train, and yield after each step; arguments and errors as in `fit`.
 
         The callbacks have seen the step when it is yielded. Leaving the loop ends the
@@ -179,7 +182,7 @@ class Trainer:
         """
         return self._run(state, Feed(batches, self.parallel, steps, epochs))
 
-    def _run(self, state: Any, feed: Feed) -> Iterator[StepInfo]:
+    def _run(self, state: Any, feed: Feed) -> Generator[StepInfo, None, None]:
         """The loop."""
         self._begin(state, feed)
         with Running(self.callbacks) as callbacks, closing(iter(feed)) as batches:
@@ -225,9 +228,7 @@ class Trainer:
         )
 
     def _key_argument(self) -> tuple[jax.Array, ...]:
-        if self._key is None:
-            return ()
-        return (self._fold(self._key, np.int32(self.step)),)
+        return () if self._keys is None else (self._keys[self.step],)
 
     def _hint_at_reads(self, step: int) -> None:
         if step > 1 and self._last_read == step - 1:

@@ -29,9 +29,8 @@ class Interval:
 
     def __init__(self) -> None:
         self._growing = _Steps()
-        self._ended: deque[tuple[int, int, _Steps]] = deque()
+        self._ended: deque[tuple[int, _Steps]] = deque()
         self._calls = 0
-        self._checked = False
 
     def add(self, info: StepInfo) -> None:
         """Take the metrics of one more step, without a look at their values.
@@ -39,45 +38,43 @@ class Interval:
         Raises:
             ValueError: at the first step, a metric that is not one number.
         """
-        if not self._checked:
+        if not self._calls:
             check_scalars(info.metrics)
-            self._checked = True
         self._calls += 1
         self._growing.add(info)
 
-    def end(self, step: int) -> None:
-        """The interval ends with this step, and the next one begins."""
-        if self._growing:
+    def end(self) -> None:
+        """The interval ends with the newest step, and the next one begins."""
+        if self._growing.last_step:
             self._growing.start_copy()
-            self._ended.append((step, self._calls, self._growing))
+            self._ended.append((self._calls, self._growing))
             self._growing = _Steps()
 
     def ready(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Take the intervals whose steps are done: their last step and their means."""
-        while self._ended and self._ended[0][1] <= self._calls - MAX_IN_FLIGHT:
-            step, _, steps = self._ended.popleft()
-            yield step, steps.means()
+        while self._ended and self._ended[0][0] <= self._calls - MAX_IN_FLIGHT:
+            _, steps = self._ended.popleft()
+            yield steps.last_step, steps.means()
 
     def rest(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Take all ended intervals; waits for the devices."""
+        """Take all that is left, up to the newest step; waits for the devices."""
+        self.end()
         while self._ended:
-            step, _, steps = self._ended.popleft()
-            yield step, steps.means()
+            _, steps = self._ended.popleft()
+            yield steps.last_step, steps.means()
 
 
 class _Steps:
     """The metrics of some steps: newest ones on the devices, older ones as sums."""
 
     def __init__(self) -> None:
+        self.last_step = 0
         self._structure: Any = None
         self._held: list[list[Any]] = []
         self._rows: list[int] = []
         self._sums: list[np.ndarray] = []
         self._seconds = 0.0
         self._timed_steps = self._timed_rows = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._rows)
 
     def add(self, info: StepInfo) -> None:
         leaves, structure = jax.tree.flatten(info.metrics)
@@ -87,6 +84,7 @@ class _Steps:
                 "returns the same names every time"
             )
         self._structure = structure
+        self.last_step = info.step
         self._held.append(leaves)
         self._rows.append(info.rows)
         if not info.compiled:  # the time of a compile says nothing about the speed
@@ -103,7 +101,7 @@ class _Steps:
                     leaf.copy_to_host_async()
 
     def means(self) -> dict[str, float]:
-        """The means, and the speed where it was measured."""
+        """The means, the loss first, and the speed where it was measured."""
         self._read()
         sums, by_rows = np.sum(self._sums, axis=0).tolist()
         rows = sum(self._rows)
@@ -115,7 +113,9 @@ class _Steps:
             averages,
             is_leaf=is_mean,
         )
-        return compute(merged) | self._speed()
+        means = compute(merged)
+        first = {"loss": means["loss"]} if "loss" in means else {}
+        return first | means | self._speed()
 
     def _read(self, keep: int = 0) -> None:
         """Sum up all steps but the newest `keep`: plainly, and weighted by rows."""
@@ -163,4 +163,4 @@ def check_scalars(metrics: Any) -> None:
 
 def _is_real(dtype: Any) -> bool:
     kinds = (np.bool_, np.integer, np.floating)
-    return any(jax.dtypes.issubdtype(dtype, kind) for kind in kinds)
+    return any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)

@@ -59,16 +59,15 @@ class Log:
     def __call__(self, info: StepInfo) -> None:
         """End an interval."""
         if self._active:
-            self._interval.end(info.step)
+            self._interval.end()
 
     def finish(self, info: StepInfo) -> None:
         """Write what is left, the last and shorter interval included."""
         if self._active:
-            self._interval.end(info.step)
-        self._write_rest()
+            self._write_rest()
 
     def close(self) -> None:
-        """Write the intervals that ended, and close the writers."""
+        """Write what a failure left, and close the writers."""
         if not self._active:
             return
         self._active = False

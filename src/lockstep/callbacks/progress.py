@@ -39,6 +39,7 @@ class Progress:
         self._console = console
         self._clock = clock
         self._display: Any = None
+        self._results: dict[str, float] = {}
 
     def start(self, trainer: Any, state: Any) -> None:
         """Show that the first step is being compiled."""
@@ -53,7 +54,7 @@ class Progress:
         self._display = kind(console, trainer.total, trainer.step)
         self._interval = Interval()
         self._shown: dict[str, float] = {}
-        self._results: dict[str, float] = {}
+        self._results = {}
         self._due = self._clock() + self._period_s
 
     def observe(self, info: StepInfo) -> None:
@@ -65,18 +66,17 @@ class Progress:
             self._shown = means
             self._show(info)
         if self._clock() >= self._due:
-            self._interval.end(info.step)
+            self._interval.end()
             self._due = self._clock() + self._period_s
 
     def __call__(self, info: StepInfo) -> None:
         """Take what the callbacks before found at this step."""
-        self._results |= info.results if self._display else {}
+        self._results |= info.results
 
     def finish(self, info: StepInfo) -> None:
         """Show the last steps."""
         if self._display is None:
             return
-        self._interval.end(info.step)
         for _, means in self._interval.rest():
             self._shown = means
         self._show(info)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from lockstep.loop import StepInfo
+from lockstep.metrics import join
 from lockstep.parallel_step import MAX_IN_FLIGHT
 
 _log = logging.getLogger("lockstep")
@@ -131,7 +132,7 @@ class StopOnNonFinite:
         self._held.append((info.step, info.metrics))
         if len(self._held) >= self.steps + MAX_IN_FLIGHT:
             done, self._held = self._held[: self.steps], self._held[self.steps :]
-            _refuse_non_finite(done)
+            _check(done)
 
     def __call__(self, info: StepInfo) -> None:
         """Nothing more to do: `observe` has seen the step."""
@@ -139,18 +140,27 @@ class StopOnNonFinite:
     def finish(self, info: StepInfo) -> None:
         """Look at the last steps too."""
         done, self._held = self._held, []
-        _refuse_non_finite(done)
+        _check(done)
 
 
-def _refuse_non_finite(done: list[tuple[int, Any]]) -> None:
-    for step, metrics in jax.device_get(done):
-        for path, value in jax.tree_util.tree_flatten_with_path(metrics)[0]:
-            if np.isfinite(value).all():
-                continue
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            shown = float(value) if np.ndim(value) == 0 else "not finite everywhere"
-            raise FloatingPointError(
-                f"metric {name!r} is {shown} at step {step}: the training has "
-                "diverged. A smaller learning rate or gradient clipping may help; the "
-                f"newest state (step {done[-1][0]} or later) is trainer.state"
-            )
+def _check(done: list[tuple[int, Any]]) -> None:
+    values = jax.device_get([jax.tree.leaves(metrics) for _, metrics in done])
+    for (step, metrics), leaves in zip(done, values, strict=True):
+        if all(map(_is_finite, leaves)):
+            continue
+        paths = jax.tree_util.tree_flatten_with_path(metrics)[0]
+        name, value = next(
+            (join(path), value)
+            for (path, _), value in zip(paths, leaves, strict=True)
+            if not _is_finite(value)
+        )
+        shown = float(value) if np.ndim(value) == 0 else "not finite everywhere"
+        raise FloatingPointError(
+            f"metric {name!r} is {shown} at step {step}: the training has diverged. A "
+            "smaller learning rate or gradient clipping may help; the newest state is "
+            "trainer.state"
+        )
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, np.ndarray) or bool(np.isfinite(value).all())
