@@ -1,5 +1,34 @@
 """Code of the pmap era on today's JAX."""
 
+from lockstep.compat.keys import refresh_keys, shard_prng_key
+from lockstep.compat.padding import pad_shard_unpad
 from lockstep.compat.pmap import pmap
+from lockstep.compat.printing import debug_print
+from lockstep.compat.stacked import (
+    device_put_replicated,
+    device_put_sharded,
+    get_metrics,
+    onehot,
+    prefetch_to_device,
+    replicate,
+    shard,
+    stack_forest,
+    unreplicate,
+)
 
-__all__ = ["pmap"]
+__all__ = [
+    "debug_print",
+    "device_put_replicated",
+    "device_put_sharded",
+    "get_metrics",
+    "onehot",
+    "pad_shard_unpad",
+    "pmap",
+    "prefetch_to_device",
+    "refresh_keys",
+    "replicate",
+    "shard",
+    "shard_prng_key",
+    "stack_forest",
+    "unreplicate",
+]
