@@ -6,7 +6,7 @@
 #   make lint       format, lint and types, as CI checks them
 #
 # PYTHON=/path/to/python picks the Python; EXTRA=cuda12 (cuda13, tpu) adds the
-# accelerator to a new .venv; ARGS="-k name" goes to the command.
+# accelerator to a new .venv; ARGS="-k name" goes to pytest.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -14,8 +14,10 @@ READY := $(VENV)/ready
 
 .PHONY: train test test-all lint format bench lock clean
 
+# Where JAX finds no accelerator it runs on the CPU: as four devices.
 train: $(READY)
-	$(BIN)/python examples/digits.py $(ARGS)
+	rm -rf run
+	JAX_NUM_CPU_DEVICES=$${JAX_NUM_CPU_DEVICES:-4} $(BIN)/python examples/digits.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not full" $(ARGS)
