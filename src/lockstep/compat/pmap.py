@@ -1,5 +1,6 @@
 """`pmap`: the map over devices of old, on `jax.jit` and `jax.shard_map`."""
 
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import update_wrapper
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 
 from lockstep.compat import nested
 from lockstep.compat.options import read_options
-from lockstep.compat.programs import Program, programs_of
+from lockstep.compat.programs import programs_of
 
 
 def pmap(
@@ -43,13 +44,17 @@ def pmap(
     def mapped(*args: Any, **kwargs: Any) -> Any:
         if nested.inside_a_map():
             return nested.call_inner(fun, options, args, kwargs)
-        return programs.use(fun, Program.__call__, args, kwargs)
+        return programs.use(fun, operator.call, args, kwargs)
 
     def lower(*args: Any, **kwargs: Any) -> Any:
-        return programs.use(fun, Program.lower, args, kwargs)
+        return programs.use(fun, _lower, args, kwargs)
 
     # All but the qualified name, by which others tell a mapped function.
     update_wrapper(mapped, fun, ("__module__", "__name__", "__doc__"))
     mapped.lower = lower
     mapped.moves = programs.moves
     return mapped
+
+
+def _lower(program: Any, *call: Any) -> Any:
+    return program.lower(*call)

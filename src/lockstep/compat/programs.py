@@ -10,7 +10,9 @@ import numpy as np
 from jax.extend.backend import get_backend
 from jax.sharding import Mesh, NamedSharding
 
+from lockstep import notices
 from lockstep.compat import mapped_devices, nested
+from lockstep.compat.host_local import HostLocal
 from lockstep.compat.mapped_leaves import MappedLeaves
 from lockstep.compat.moves import Moves, misplaced, on_the_host
 from lockstep.compat.options import Options, input_axes
@@ -46,14 +48,10 @@ class Program:
 
     def __call__(self, leaves: list[Any], mapped: Any, kwargs: dict[str, Any]) -> Any:
         """Runs on arguments given both as leaves and as they are."""
-        if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves))):
+        if _is_traced(leaves):
             return self.traced(*mapped, **kwargs)
-        odd = misplaced(leaves, self.wants)
-        if odd:
-            names = self._leaves.names()
-            name = self._leaves.function_name()
-            self._leaves.moves.count(name, {names[p]: leaves[p] for p in odd})
-        if kwargs:
+        odd = self._count_misplaced(leaves, self.wants)
+        if kwargs or jax.process_count() > 1:  # where JAX does not place them itself
             odd += on_the_host(leaves)
         if odd:
             self._leaves.check(leaves, self.mesh.devices.shape[0])
@@ -63,6 +61,15 @@ class Program:
                 leaves[position] = leaf
             mapped, kwargs = jax.tree.unflatten(self._leaves.tree, leaves)
         return self.run(*mapped, **kwargs)
+
+    def _count_misplaced(
+        self, leaves: list[Any], wants: list[NamedSharding]
+    ) -> list[int]:
+        odd = misplaced(leaves, wants)
+        if odd:
+            names, name = self._leaves.names(), self._leaves.function_name()
+            self._leaves.moves.count(name, {names[p]: leaves[p] for p in odd})
+        return odd
 
     def lower(self, leaves: list[Any], mapped: Any, kwargs: dict[str, Any]) -> Any:
         """The lowered program, for arguments or descriptions of them."""
@@ -110,6 +117,47 @@ class Program:
             return self._leaves.fun()(*args, **kwargs)
 
 
+class SpanningProgram(Program):
+    """A program on the devices of several processes.
+
+    Outside of it every array is this process's own; see `host_local`.
+    """
+
+    def __init__(
+        self,
+        leaves: MappedLeaves,
+        static: Static,
+        mesh: Mesh,
+        alone: Callable[[], Program],
+    ):
+        super().__init__(leaves, static, mesh)
+        self._border = HostLocal(mesh)
+        self._wants_here = [self._border.here(want) for want in self.wants]
+        self._alone = alone
+
+    def __call__(self, leaves: list[Any], mapped: Any, kwargs: dict[str, Any]) -> Any:
+        if _is_traced(leaves):
+            return self._alone()(leaves, mapped, kwargs)
+        self._count_misplaced(leaves, self._wants_here)
+        pairs = zip(leaves, self._wants_here, strict=True)
+        if any(getattr(leaf, "sharding", None) is not want for leaf, want in pairs):
+            self._leaves.check(leaves, self._border.size)
+        pairs = zip(leaves, self.wants, strict=True)
+        wide = [self._border.to_global(leaf, want) for leaf, want in pairs]
+        mapped, kwargs = jax.tree.unflatten(self._leaves.tree, wide)
+        return jax.tree.map(self._border.to_local, self.run(*mapped, **kwargs))
+
+    def lower(self, leaves: list[Any], mapped: Any, kwargs: dict[str, Any]) -> Any:
+        pairs = zip(leaves, self.wants, strict=True)
+        wide = [self._border.describe(leaf, want) for leaf, want in pairs]
+        mapped, kwargs = jax.tree.unflatten(self._leaves.tree, wide)
+        return self.run.lower(*mapped, **kwargs)
+
+
+def _is_traced(leaves: list[Any]) -> bool:
+    return any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves)))
+
+
 class Signature:
     """The programs for one structure of arguments and one set of static values."""
 
@@ -131,26 +179,42 @@ class Signature:
         present = len(mapped_devices.mine(self.leaves.options))
         return self.leaves.size(leaves, present)
 
-    def program(self, size: int) -> Program:
-        """The program for an axis of this size."""
+    def program(self, size: int, alone: bool = False) -> Program:
+        """The program for an axis of this size.
+
+        Args:
+            size: of the mapped axis, in this process.
+            alone: map over the devices of this process, whatever others there are.
+        """
+        options = self.leaves.options
         inner = self._inner.setdefault(size, ())
-        key = size, inner, get_backend(self.leaves.options.backend)
+        key = size, inner, alone, get_backend(options.backend)
         if key not in self._programs:
-            self._programs[key] = Program(self.leaves, self._static, self._mesh(size))
+            picked = mapped_devices.pick(options, size, math.prod(size for _, size in inner), alone)
+            names = [options.axis_name, *(name for name, _ in inner)]
+            shape = [-1, *(size for _, size in inner)]
+            self._programs[key] = self._build(size, Mesh(np.reshape(picked, shape), names))
         return self._programs[key]
+
+    def _build(self, size: int, mesh: Mesh) -> Program:
+        if mesh.size == mesh.local_mesh.size:
+            return Program(self.leaves, self._static, mesh)
+        return SpanningProgram(
+            self.leaves, self._static, mesh, lambda: self._warned_alone(size)
+        )
+
+    def _warned_alone(self, size: int) -> Program:
+        notices.say_once(
+            "compat.pmap traced in several processes",
+            "a pmap under jit, grad or vmap maps over the devices of its own process: "
+            "its collectives do not reach the other processes; call it outside, or use "
+            "lockstep.per_device",
+        )
+        return self.program(size, alone=True)
 
     def widen(self, size: int, axes: nested.Axes) -> None:
         """Remembers the axes of the maps inside: all but the first of `axes`."""
         self._inner[size] = axes[1:]
-
-    def _mesh(self, size: int) -> Mesh:
-        inner = self._inner[size]
-        sizes = [size for _, size in inner]
-        names = [self.leaves.options.axis_name, *(name for name, _ in inner)]
-        devices = mapped_devices.pick(
-            self.leaves.options, size, math.prod(sizes), False
-        )
-        return Mesh(np.array(devices).reshape(-1, *sizes), names)
 
 
 class Programs:
