@@ -1,9 +1,10 @@
 # Needs Linux, python3 >= 3.11 and make; everything else goes into .venv.
 #
-#   make train      train on handwritten digits, on every device
-#   make test       the core tests
-#   make test-all   every test
-#   make lint       format, lint and types, as CI checks them
+#   make train         train on handwritten digits, on every device
+#   make test          the core tests
+#   make test-all      every test
+#   make test-oldest   the heart of the tests on Python 3.11 and JAX 0.10
+#   make lint          format, lint and types, as CI checks them
 #
 # PYTHON=/path/to/python picks the Python; EXTRA=cuda12 (cuda13, tpu) adds the
 # accelerator to a new .venv; ARGS="-k name" goes to pytest.
@@ -11,8 +12,11 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+OLDEST := .venv311
+OLDEST_TESTS := import tree devices placement rng metrics varying parallel per_device \
+    step loop callbacks data evaluation examples
 
-.PHONY: train test test-all lint format bench lock clean
+.PHONY: train test test-all test-oldest lint format bench lock clean
 
 # Where JAX finds no accelerator it runs on the CPU: as four devices.
 train: $(READY)
@@ -24,6 +28,9 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-oldest: $(OLDEST)/ready
+	$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS:%=tests/test_%.py) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -46,9 +53,11 @@ lock:
 	done
 
 clean:
-	rm -rf $(VENV) .venv311 run dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) run dist .pytest_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
+$(OLDEST)/ready: VERSION := 3.11
+
 # Also after a change of the locks: pip then installs only what differs.
-$(READY): requirements/make_venv.sh $(wildcard requirements/*.txt) pyproject.toml
-	requirements/make_venv.sh $(VENV)
+%/ready: requirements/make_venv.sh $(wildcard requirements/*.txt) pyproject.toml
+	requirements/make_venv.sh $* $(VERSION)
