@@ -139,6 +139,15 @@ def test_the_state_stays_alive_even_where_the_output_looks_like_it(mesh_of):
     assert float(state.sum()) == 8.0
 
 
+def test_an_output_of_the_states_shape_may_have_another_dtype(mesh_of):
+    def rounded(w, batch):
+        return (w * batch["x"]).astype(jnp.int32)
+
+    batches = [{"x": np.full(8, 2.7, np.float32)}]
+    got = predict(rounded, jnp.ones(8), batches, mesh=mesh_of(4))
+    assert got.tolist() == [2] * 8
+
+
 def test_the_devices_of_the_state_are_used(mesh_of):
     state = replicate({"w": np.ones(2, np.float32)}, mesh_of(2))
     batches = [{"x": np.ones(2, np.float32)}]

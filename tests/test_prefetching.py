@@ -219,6 +219,26 @@ def test_a_busy_source_does_not_hold_up_the_loop_that_leaves(
     assert not threads()
 
 
+def test_a_loop_that_was_left_holds_no_batch(mesh_of):
+    def waiting():
+        return [x for x in jax.live_arrays() if x.shape == (8, 77)]
+
+    last = threading.Event()
+
+    def source():
+        for i in range(9):
+            if i == 4:
+                last.set()
+            yield {"x": np.zeros((8, 77), np.float32)}
+
+    iterator = iter(prefetch(source(), mesh_of(2), size=4))
+    batch = next(iterator)
+    assert last.wait(LONG_S)
+    assert len(waiting()) >= 4
+    iterator.close()
+    assert [x is batch["x"] for x in waiting()] == [True]
+
+
 def test_an_error_while_leaving_is_logged(mesh_of, caplog):
     def source():
         try:

@@ -1,8 +1,8 @@
 """One thread makes items ahead of another, which may leave at any time."""
 
 import logging
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -68,44 +68,42 @@ class Worker:
                 "loop was left; its thread ends with that batch",
                 _PATIENCE_S,
             )
+        del self._channel  # and the batches in it, which nobody will take
 
 
 class _Channel:
-    """A bounded queue that its reader may close; `queue.Queue` cannot, before 3.13."""
+    """A bounded queue that its reader may close, from a finalizer as well.
+
+    Items go one way and room for items the other, both through queues that take no
+    lock a finalizer could find taken.
+    """
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._items: deque[Any] = deque()
-        self._changed = threading.Condition()
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closed = False
+        for _ in range(size):
+            self._room.put(None)
 
     def wait_for_room(self) -> bool:
         """Block until an item may be made; `False` once nobody wants one."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or len(self._items) < self._size
-            )
-            return not self._closed
+        self._room.get()
+        return not self._closed
 
     def put(self, item: Any) -> bool:
         """Hand over an item; `False` when the reader has left."""
-        with self._changed:
-            if not self._closed:
-                self._items.append(item)
-                self._changed.notify_all()
-            return not self._closed
+        if not self._closed:
+            self._items.put(item)
+        return not self._closed
 
     def take(self) -> Any:
-        with self._changed:
-            self._changed.wait_for(lambda: self._items)
-            self._changed.notify_all()
-            return self._items.popleft()
+        item = self._items.get()
+        self._room.put(None)
+        return item
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._items.clear()
-            self._changed.notify_all()
+        self._closed = True
+        self._room.put(None)  # wakes the worker
 
 
 def state_of(source: Any) -> Any:

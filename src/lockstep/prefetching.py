@@ -50,8 +50,8 @@ def prefetch(
         source, counted by the batches that the loop was given.
 
     Raises:
-        ValueError: `size` or `limit` below 1, a `remainder` unlike the step's, or a torch
-            `DataLoader` that forks its workers.
+        ValueError: `size` or `limit` below 1, a `remainder` unlike the step's, or a
+            torch `DataLoader` that forks its workers.
         TypeError: `batches` is a single batch, or `where` is no place.
 
     Example:

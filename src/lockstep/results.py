@@ -52,9 +52,7 @@ class Result(NamedTuple):
         return leaf if self.mask is None else leaf[self.mask != 0]
 
 
-def results(
-    step: ParallelStep, state: Any, batches: Iterable[Any]
-) -> Iterator[Result]:
+def results(step: ParallelStep, state: Any, batches: Iterable[Any]) -> Iterator[Result]:
     """Run the step over all batches; each result arrives on the host `_LAG` late."""
     state = step.place_state(state)
     placed = batches if isinstance(batches, Prefetch) else prefetch(batches, step)
