@@ -1,5 +1,6 @@
 """Code of the pmap era on today's JAX."""
 
+from lockstep.compat.install import install, installed, uninstall
 from lockstep.compat.keys import refresh_keys, shard_prng_key
 from lockstep.compat.padding import pad_shard_unpad
 from lockstep.compat.pmap import pmap
@@ -21,6 +22,8 @@ __all__ = [
     "device_put_replicated",
     "device_put_sharded",
     "get_metrics",
+    "install",
+    "installed",
     "onehot",
     "pad_shard_unpad",
     "pmap",
@@ -30,5 +33,6 @@ __all__ = [
     "shard",
     "shard_prng_key",
     "stack_forest",
+    "uninstall",
     "unreplicate",
 ]

@@ -2,6 +2,8 @@
 
 `install` puts these in place; new code has no use for them.
 """
+# jaxlib has no type stubs, so that to pyright `jax.Device` is a variable.
+# pyright: reportInvalidTypeForm=false
 
 from collections.abc import Sequence
 from typing import Any

@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 
-from lockstep.compat.names import FLAGS, NAMES, Name, look_up
+from lockstep.compat.flags import FLAGS
+from lockstep.compat.names import NAMES, Name, look_up
 from lockstep.notices import say_once
 
 _restored: ExitStack | None = None
@@ -122,7 +123,7 @@ def _owner(undo: ExitStack, path: str) -> Any:
         parent, _, name = path.rpartition(".")
         module = ModuleType(path, f"What is restored of {path}.")
         module.__path__ = []  # so that `from module import gone` asks our finder
-        module.__getattr__ = _explaining(module)
+        vars(module)["__getattr__"] = _explaining(module)
         _set(undo, _owner(undo, parent), name, module)
         _set_module(undo, path, module)
         return module
@@ -196,7 +197,7 @@ def _explanation(dotted: str, row: Name) -> str:
 def _restore_config(undo: ExitStack) -> None:
     """`jax.config` is also a module again, and takes the options that are gone."""
     module = ModuleType("jax.config", "The module form of `jax.config`.")
-    module.__getattr__ = lambda name: getattr(jax.config, name)
+    vars(module)["__getattr__"] = lambda name: getattr(jax.config, name)
     _set_module(undo, "jax.config", module)
     update = jax.config.update
 

@@ -127,7 +127,7 @@ def _data_parallel() -> Iterator[Name]:
             "jax.xmap": "jax.shard_map",
             "jax.experimental.maps.xmap": "jax.shard_map",
             "jax.experimental.maps.SerialLoop": "jax.lax.map",
-            "jax.experimental.maps.thread_resources": "jax.sharding.get_abstract_mesh()",
+            "jax.experimental.maps.thread_resources": "jax.sharding.get_mesh()",
             "jax.interpreters.sharded_jit": "jax.jit with in_shardings",
             "jax.experimental.global_device_array": "jax.Array and "
             "jax.make_array_from_callback",
@@ -187,9 +187,7 @@ def _meshes() -> Iterator[Name]:
         Kind.DEAD,
         "jax.sharding.NamedSharding, with a named axis for each split axis",
     )
-    yield Name(
-        "jax.sharding.GSPMDSharding", Kind.DEAD, "jax.sharding.NamedSharding"
-    )
+    yield Name("jax.sharding.GSPMDSharding", Kind.DEAD, "jax.sharding.NamedSharding")
 
 
 def _config() -> Iterator[Name]:
@@ -385,23 +383,3 @@ def look_up(dotted: str) -> Name | None:
         if row is not None:
             return row
     return None
-
-
-FLAGS: dict[str, tuple[object, str]] = {
-    "jax_array": (True, "every array is a jax.Array"),
-    "jax_jit_pjit_api_merge": (True, "jit and pjit are one"),
-    "jax_omnistaging": (True, "it is always on"),
-    "jax_parallel_functions_output_gda": (False, "every array is a jax.Array"),
-    "jax_pmap_shmap_merge": (True, "pmap is jit of shard_map; the old one is gone"),
-    "jax_pmap_no_rank_reduction": (
-        True,
-        "a shard of a pmap result keeps its leading axis of 1; the mapped function "
-        "still sees its arrays without the device axis",
-    ),
-    "jax_enable_memories": (True, "it is always on"),
-    "jax_sharding_in_types": (True, "it is a property of each mesh axis"),
-    "jax_spmd_mode": ("allow_all", "eager operations follow their operands"),
-    "jax_coordination_service": (True, "jax.distributed.initialize always uses it"),
-    "jax_experimental_name_stack": (True, "it is always on"),
-}
-"""Options of `jax.config` that are gone: the value that today always holds, and why."""

@@ -73,7 +73,7 @@ def split_commands(text: str) -> tuple[str, list[tuple[int, str]]]:
     lines = text.split("\n")
     if lines[0].startswith("%%") and not lines[0].startswith(_PYTHON_CELLS):
         return "\n".join([""] * len(lines)), [(1, lines[0])]
-    if _is_python(text):
+    if is_python(text):
         return text, []
     commands: list[tuple[int, str]] = []
     goes_on = False
@@ -86,7 +86,8 @@ def split_commands(text: str) -> tuple[str, list[tuple[int, str]]]:
     return "\n".join(lines), commands
 
 
-def _is_python(text: str) -> bool:
+def is_python(text: str) -> bool:
+    """Whether Python can parse the text."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd escapes

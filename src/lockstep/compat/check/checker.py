@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lockstep.compat.check.findings import Finding, Level
-from lockstep.compat.check.module import Module
+from lockstep.compat.check.module import Module, line_of
 from lockstep.compat.check.program import link
 from lockstep.compat.check.rules import RULES
 from lockstep.compat.check.sources import Source, find_files, read
@@ -44,7 +44,7 @@ def _unread(source: Source) -> Iterator[Finding]:
 def _place(
     source: Source, where: ast.AST | int, rule: str, level: Level, text: str
 ) -> Finding:
-    line = source.line(_line_of(where))
+    line = source.line(line_of(where))
     return Finding(
         rule=rule,
         level=level,
@@ -58,14 +58,10 @@ def _place(
 
 
 def _is_ignored(source: Source, where: ast.AST | int, rule: str) -> bool:
-    first = _line_of(where)
+    first = line_of(where)
     last = getattr(where, "end_lineno", first)
     for line in (first, last):
         rules = source.ignored.get(line)
         if rules is not None and (not rules or rule in rules):
             return True
     return False
-
-
-def _line_of(where: ast.AST | int) -> int:
-    return where if isinstance(where, int) else getattr(where, "lineno", 1)

@@ -9,6 +9,7 @@ from lockstep.compat.check.code import Code
 from lockstep.compat.check.findings import Level
 from lockstep.compat.check.mapped import MappedFunctions
 from lockstep.compat.check.sources import Source
+from lockstep.compat.check.uses import uses
 
 
 class Module(Code):
@@ -21,6 +22,11 @@ class Module(Code):
     def __init__(self, source: Source):
         super().__init__(source)
         self.used_by_pmap = bool(self.mapped.all)
+
+    @cached_property
+    def uses(self) -> list[tuple[ast.AST, str]]:
+        """The dotted names that it uses and counts on."""
+        return list(uses(self))
 
     @cached_property
     def mapped(self) -> MappedFunctions:
@@ -39,6 +45,11 @@ class Module(Code):
 
 Remarks = Iterator[tuple[ast.AST | int, str]]
 """The nodes (or lines) that a rule speaks of, each with a text."""
+
+
+def line_of(where: ast.AST | int) -> int:
+    """The line that a remark is about, as the tree counts them."""
+    return where if isinstance(where, int) else getattr(where, "lineno", 1)
 
 
 @dataclass(frozen=True, slots=True)

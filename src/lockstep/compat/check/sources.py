@@ -99,14 +99,15 @@ def read(path: Path) -> Source:
         source = Source(path, lines=_own_lines(text))
         source.commands = list(enumerate(text.splitlines(), 1))
         return source
-    return _read_python(path, text)
+    return python_source(path, text)
 
 
 def _own_lines(text: str) -> list[Line]:
     return [Line(n, 0, n) for n in range(1, text.count("\n") + 2)]
 
 
-def _read_python(path: Path, text: str) -> Source:
+def python_source(path: Path, text: str) -> Source:
+    """A module that has been read; `%pip` lines may stand in it."""
     source = Source(path, lines=_own_lines(text))
     python, source.commands = split_commands(text)
     _parse(source, python)

@@ -22,7 +22,13 @@ from lockstep.compat.check.scopes import Function
 
 _GRAD_NAME = re.compile("grad", re.IGNORECASE)
 _REDUCES_BY_NAME = re.compile("pmean|psum|all_?reduce|axis_name|sync|aggregate", re.I)
-_USES_GRADS = {"update", "apply_gradients", "apply_gradient", "apply_updates", "replace"}
+_USES_GRADS = {
+    "update",
+    "apply_gradients",
+    "apply_gradient",
+    "apply_updates",
+    "replace",
+}
 _KNOWN_LIBRARIES = ("jax", "numpy", "optax", "flax", "haiku", "functools", "chex")
 
 
@@ -151,14 +157,18 @@ def _clips_gradients(module: Module, call: ast.Call) -> bool:
     if not call.args or not _is_clip(module, call):
         return False
     gradients = [a for a in call.args if _GRAD_NAME.search(last_name(a))]
-    return any(not _is_per_row(module, g) and not _is_averaged(module, g) for g in gradients)
+    return any(
+        not _is_per_row(module, g) and not _is_averaged(module, g) for g in gradients
+    )
 
 
 def _is_clip(module: Module, call: ast.Call) -> bool:
     if module.dotted(call.func) in TREE_MAPS:
         function = module.function(call.args[0])
         inside = ast.walk(function.body) if isinstance(function, ast.Lambda) else ()
-        return any(isinstance(n, ast.Call) and "clip" in last_name(n.func) for n in inside)
+        return any(
+            isinstance(n, ast.Call) and "clip" in last_name(n.func) for n in inside
+        )
     if last_name(call.func) == "update" and isinstance(call.func, ast.Attribute):
         made = module.value(call.func.value)  # clipper = optax.clip_by_global_norm(1.0)
         return isinstance(made, ast.Call) and last_name(made.func).startswith("clip")

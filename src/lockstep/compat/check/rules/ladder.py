@@ -15,7 +15,9 @@ def next_step(module: Module) -> Remarks:
     """Says which rung of compat.pmap, per_device, parallelize comes next, and how."""
     for mapped in module.mapped.all:
         nodes = module.reach(mapped.function) if mapped.function else []
-        dotted = {module.dotted(n) for n in nodes if isinstance(n, (ast.Name, ast.Attribute))}
+        dotted = {
+            module.dotted(n) for n in nodes if isinstance(n, (ast.Name, ast.Attribute))
+        }
         if mapped.how.startswith(("jax.", "flax.")):
             yield mapped.node, _from_jax(mapped.name)
         elif mapped.is_pmap:

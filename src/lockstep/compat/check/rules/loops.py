@@ -77,7 +77,7 @@ def _names(node: ast.expr) -> Iterator[ast.Name]:
 
 @rule(Level.WARNING)
 def ordered_print(module: Module) -> Remarks:
-    """Finds ordered debug prints and callbacks in functions that run on many devices."""
+    """Finds ordered prints and callbacks in functions that run on many devices."""
     for call, dotted in module.calls:
         if dotted.startswith(("jax.debug.", "jax.experimental.io_callback")):
             if constant(keyword(call, "ordered")) is True and call in module.on_devices:
@@ -95,7 +95,10 @@ def fork_loader(module: Module) -> Remarks:
     if not _uses_jax(module) or _sets_start_method(module):
         return
     for call, dotted in module.calls:
-        if dotted in ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"):
+        if dotted in (
+            "torch.utils.data.DataLoader",
+            "torch.utils.data.dataloader.DataLoader",
+        ):
             workers = module.value(keyword(call, "num_workers"))
             context = keyword(call, "multiprocessing_context")
             if keyword(call, "num_workers") is None or context is not None:
@@ -114,7 +117,10 @@ def _uses_jax(module: Module) -> bool:
         isinstance(node, (ast.Import, ast.ImportFrom))
         and any(
             name.split(".")[0] in ("jax", "flax", "haiku", "lockstep", "optax")
-            for name in [getattr(node, "module", None) or "", *(a.name for a in node.names)]
+            for name in [
+                getattr(node, "module", None) or "",
+                *(a.name for a in node.names),
+            ]
         )
         for node in module.nodes
     )

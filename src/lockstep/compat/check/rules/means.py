@@ -16,7 +16,7 @@ _SAFE = {"jax.numpy.maximum", "jax.numpy.clip", "max"}
 
 @rule(Level.WARNING)
 def mean_of_means(module: Module) -> Remarks:
-    """Finds masked means that `pmean` then averages as if all devices had as many rows."""
+    """Finds masked means that `pmean` averages as if all devices had as many rows."""
     for mapped in module.mapped.all:
         if mapped.function is None or mapped.how.endswith("parallelize"):
             continue

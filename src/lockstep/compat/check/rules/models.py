@@ -1,6 +1,7 @@
 """Layers whose meaning depends on how rows are spread over devices."""
 
 import ast
+from collections.abc import Iterator
 
 from lockstep.compat.check.code import PARTIAL, Code, constant, keyword
 from lockstep.compat.check.findings import Level
@@ -16,14 +17,14 @@ _BATCH_NORMS = {
 
 @rule(Level.WARNING)
 def batchnorm_of_one_device(module: Module) -> Remarks:
-    """Finds BatchNorm over the rows of one device, which becomes that of all under jit."""
+    """Finds BatchNorm over the rows of one device, which under jit is over all."""
     for call, axis, given in _batch_norms(module):
         if not given:
             yield (
                 call,
                 "under pmap this normalizes by the rows of one device, under "
                 "parallelize (jit) by those of the whole batch: the curve changes. "
-                f"{axis}=... makes pmap do the same; lockstep.per_device keeps it local",
+                f"{axis}=... makes pmap do that too, per_device keeps it local",
             )
 
 
@@ -39,8 +40,8 @@ def batchnorm_with_axis_name(module: Module) -> Remarks:
             )
 
 
-def _batch_norms(module: Module):
-    """Each BatchNorm of a program that maps over devices, and whether it has an axis."""
+def _batch_norms(module: Module) -> Iterator[tuple[ast.Call, str, bool]]:
+    """Each BatchNorm of a program that maps over devices; whether it has an axis."""
     if not module.used_by_pmap:
         return
     for call, dotted in module.calls:

@@ -10,23 +10,33 @@ from types import ModuleType
 from lockstep.compat.check.code import constant, keyword
 from lockstep.compat.check.findings import Level
 from lockstep.compat.check.module import Module, Remarks, rule
-from lockstep.compat.names import FLAGS, NAMES, Kind, look_up
-
+from lockstep.compat.flags import FLAGS
+from lockstep.compat.names import NAMES, Kind, Name, look_up
 
 _MISSING = object()
+
+
+def names_in_table(module: Module) -> Iterator[tuple[ast.AST, str, Name]]:
+    """Every use of a name that has a row, unless the code is ready to miss it."""
+    for node, dotted in module.uses:
+        row = look_up(dotted)
+        if row is not None:
+            yield node, dotted, row
 
 
 @rule(Level.ERROR)
 def gone_name(module: Module) -> Remarks:
     """Finds names that today's JAX or Flax no longer has."""
-    for node, dotted in _uses(module):
-        row = look_up(dotted)
-        if row is None or not row.gone or (row.restore and _installs(module)):
+    for node, dotted, row in names_in_table(module):
+        if not row.gone or (row.restore and _installs(module)):
             continue
-        what = "was renamed to" if row.kind is Kind.RENAMED else "is gone: use"
-        if row.kind is Kind.RENAMED and not row.rename:
-            what = "is gone: write"
-        yield node, f"{dotted} {what} {_today(dotted, row.old, row.rename, row.today)}"
+        if row.rename:
+            new = row.rename + dotted.removeprefix(row.old)
+            yield node, f"{dotted} was renamed to {new}"
+        elif row.kind is Kind.RENAMED:
+            yield node, f"{dotted} is gone: write {row.today}"
+        else:
+            yield node, f"{dotted} is gone: use {row.today}"
 
 
 @rule(Level.ERROR)
@@ -64,7 +74,7 @@ def gone_option(module: Module) -> Remarks:
 @rule(Level.ERROR)
 def unknown_name(module: Module) -> Remarks:
     """Finds misspelt names: not in JAX, nor ever, but close to one that is or was."""
-    for node, dotted in _uses(module):
+    for node, dotted in module.uses:
         if dotted.startswith("jax.") and look_up(dotted) is None:
             meant = _misspelt(dotted)
             if meant:
@@ -74,72 +84,9 @@ def unknown_name(module: Module) -> Remarks:
 @rule(Level.NOTE)
 def old_name(module: Module) -> Remarks:
     """Finds names that still work but are on their way out."""
-    for node, dotted in _uses(module):
-        row = look_up(dotted)
-        if row is not None and row.kind is Kind.OLD:
+    for node, dotted, row in names_in_table(module):
+        if row.kind is Kind.OLD:
             yield node, f"{dotted} is on its way out: use {row.today}"
-
-
-def _today(dotted: str, old: str, rename: str, today: str) -> str:
-    return rename + dotted.removeprefix(old) if rename else today
-
-
-def _uses(module: Module) -> Iterator[tuple[ast.AST, str]]:
-    """Dotted names in imports and expressions, but for those that are guarded."""
-    set_here = {module.dotted(n) for n in module.nodes if _is_stored(n)} - {""}
-    for node in module.nodes:
-        for dotted in _dotted_names(module, node):
-            if dotted not in set_here and not _is_guarded(module, node):
-                yield node, dotted
-
-
-def _dotted_names(module: Module, node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            # `jax.config` is an object today: the module of that name is gone.
-            yield "jax.config.config" if alias.name == "jax.config" else alias.name
-    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-        for alias in node.names:
-            yield f"{node.module}.{alias.name}"
-    elif isinstance(node, ast.Attribute):
-        whole = not isinstance(module.scopes.parents[node], ast.Attribute)
-        if whole and not _is_said_at_import(module, node):
-            yield from filter(None, [module.dotted(node)])
-
-
-def _is_said_at_import(module: Module, node: ast.expr) -> bool:
-    """Whether the first name of `a.b.c` was imported by a name that has a row."""
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    binding = module.binding(node)
-    return binding is not None and look_up(binding.dotted) is not None
-
-
-def _is_stored(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-
-
-def _is_guarded(module: Module, node: ast.AST) -> bool:
-    """Whether the code is ready for the name to be missing."""
-    for around in module.scopes.ancestors(node):
-        if isinstance(around, ast.Try) and any(
-            _catches(handler, len(around.body)) for handler in around.handlers
-        ):
-            return True
-        if isinstance(around, (ast.If, ast.IfExp)):
-            test = ast.unparse(around.test)
-            if "hasattr" in test or "version" in test:
-                return True
-    return False
-
-
-def _catches(handler: ast.ExceptHandler, statements: int) -> bool:
-    caught = ast.walk(handler.type) if handler.type else ()
-    names = {n.id for n in caught if isinstance(n, ast.Name)}
-    if names & {"ImportError", "ModuleNotFoundError", "AttributeError"}:
-        return True
-    catches_all = handler.type is None or "Exception" in names
-    return catches_all and statements <= 3  # more of them guard something else
 
 
 def _installs(module: Module) -> bool:
@@ -152,10 +99,9 @@ def _installs(module: Module) -> bool:
 
 def _imports(module: Module, library: str) -> bool:
     return any(
-        dotted == library or dotted.startswith(library + ".")
-        for node in module.nodes
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for dotted in _dotted_names(module, node)
+        (binding.dotted + ".").startswith(library + ".")
+        for bindings in module.scopes.scope_of(module.tree).names.values()
+        for binding in bindings
     )
 
 

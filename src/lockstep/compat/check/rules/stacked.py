@@ -26,7 +26,11 @@ def row_of_stacked_state(module: Module) -> Remarks:
     if not module.mapped.pmapped:
         return
     for call, dotted in module.calls:
-        if dotted in TREE_MAPS and len(call.args) == 2 and call not in module.on_devices:
+        if (
+            dotted in TREE_MAPS
+            and len(call.args) == 2
+            and call not in module.on_devices
+        ):
             if _takes_row_zero(call.args[0]) and _is_stacked(module, call.args[1]):
                 what = ast.unparse(call.args[1])
                 yield (
@@ -94,7 +98,7 @@ def replicated_number(module: Module) -> Remarks:
             if isinstance(constant(what), (int, float)):
                 yield (
                     call,
-                    "flax.jax_utils.replicate makes a strong float32 of a Python number "
-                    "since Flax 0.12, and a state of a smaller type becomes float32 "
-                    "with it: use lockstep.compat.replicate, which keeps it weak",
+                    "flax.jax_utils.replicate makes a strong float32 of a Python "
+                    "number since Flax 0.12, and a state of a smaller type becomes "
+                    "float32 with it: use lockstep.compat.replicate: it stays weak",
                 )

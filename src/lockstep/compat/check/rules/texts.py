@@ -35,7 +35,8 @@ def dead_extra(module: Module) -> Remarks:
             yield (
                 line,
                 f"jax has no extra {found[1]} any more: pip warns and installs JAX "
-                f"without CUDA, which then sees 1 CPU device; write jax[cuda12] or jax[cuda13]",
+                "without CUDA, which then sees 1 CPU device: write jax[cuda12] or "
+                "jax[cuda13]",
             )
 
 
@@ -53,7 +54,7 @@ def _install_texts(module: Module) -> Iterator[tuple[int | ast.AST, str]]:
 
 @rule(Level.WARNING)
 def rank_claim(module: Module) -> Remarks:
-    """Finds texts that say a function under pmap sees its arrays with the device axis."""
+    """Finds texts that say a function under pmap sees arrays with the device axis."""
     for line, text in module.source.prose:
         if "pmap" in text and any(map(_claims, _SENTENCE.findall(text))):
             yield (

@@ -1,0 +1,136 @@
+"""Rewrites what is only spelled otherwise today, in scripts, notebooks, requirements.
+
+What means something else, or has no equal today, is left to a person.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lockstep.compat.check.module import Module, line_of
+from lockstep.compat.check.rules.names import gone_keyword, names_in_table
+from lockstep.compat.check.sources import find_files, python_source
+from lockstep.compat.notebook import is_python, split_commands
+
+_DEAD_EXTRA = re.compile(r"(jax\[(?:[\w-]+,\s*)*cuda12)[_-]pip\b")
+_MARK = re.compile(r"# lockstep: line (\d+)\r?$")
+_CELL = re.compile(r"^# lockstep: cell \d+\n", re.MULTILINE)
+
+
+def fix(paths: Iterable[Path | str]) -> list[Path]:
+    """Rewrites files in place; fixing again changes nothing.
+
+    Formatting and everything else in the files stay as they are. Names in code that
+    is ready to miss them (`try`, `hasattr`) are left alone.
+
+    Args:
+        paths: files and folders, as for the checker.
+
+    Returns:
+        The files that changed.
+
+    Raises:
+        FileNotFoundError: one of the paths does not exist.
+        ImportError: LibCST is not installed.
+    """
+    changed = []
+    for path in find_files(map(Path, paths)):
+        before = path.read_bytes()
+        try:
+            after = _fixed(path, before.decode("utf-8")).encode("utf-8")
+        except UnicodeDecodeError:
+            continue  # not text that we could write back as it was
+        if after != before:
+            path.write_bytes(after)
+            changed.append(path)
+    return changed
+
+
+def _fixed(path: Path, text: str) -> str:
+    if path.suffix == ".ipynb":
+        return _fixed_notebook(text)
+    if path.suffix == ".py":
+        return fix_python(text)
+    return _DEAD_EXTRA.sub(r"\1", text)
+
+
+def fix_python(text: str) -> str:
+    """A module in today's spelling; `%pip` lines may stand in it.
+
+    Example:
+        >>> print(fix_python("import jax\\nx = jax.tree_map(abs, -1)  # mine"))
+        import jax
+        x = jax.tree.map(abs, -1)  # mine
+    """
+    return _fixed_parts([text])[0]
+
+
+def _fixed_parts(parts: list[str]) -> list[str]:
+    """Parts of one module, such as cells: one imports what another uses."""
+    lines: list[str] = []  # what is no Python, by the number in its mark
+    texts = [_marked(part, lines) for part in parts]
+    whole = "\n".join(f"# lockstep: cell {n}\n{t}" for n, t in enumerate(texts))
+    before, *after = _CELL.split(_renamed(whole))
+    after[0] = before + after[0]  # an import that had to be added
+    after[:-1] = [text.removesuffix("\n") for text in after[:-1]]
+    pairs = zip(parts, texts, after, strict=True)
+    return [_unmarked(new, lines) if old else part for part, old, new in pairs]
+
+
+def _marked(text: str, lines: list[str]) -> str:
+    """The text as Python, its other lines marked; empty if it is none at all."""
+    python, commands = split_commands(text)
+    if not is_python(python) or text.startswith("%%") and not python.strip():
+        return ""
+    marked, old = python.split("\n"), text.split("\n")
+    for number, _ in commands:
+        marked[number - 1] += f"# lockstep: line {len(lines)}"
+        lines.append(_DEAD_EXTRA.sub(r"\1", old[number - 1]))
+    return "\n".join(marked)
+
+
+def _unmarked(text: str, lines: list[str]) -> str:
+    new = text.split("\n")
+    for index, line in enumerate(new):
+        if mark := _MARK.search(line):
+            new[index] = lines[int(mark[1])]
+    return "\n".join(new)
+
+
+def _renamed(python: str) -> str:
+    from lockstep.compat.rewrite import rewrite
+
+    module = Module(python_source(Path(), python))
+    found = names_in_table(module)
+    places = {(line_of(node), row.old) for node, _, row in found if row.rename}
+    clips = {line_of(node) for node, _ in gone_keyword.ask(module)}
+    return rewrite(python, places, clips)
+
+
+def _fixed_notebook(raw: str) -> str:
+    try:
+        notebook = json.loads(raw)
+        cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError):
+        return raw
+    before = ["".join(cell["source"]) for cell in cells]
+    after = _fixed_parts(before) if before else before
+    if after == before:
+        return raw
+    indent, ascii_only = _writing_of(raw, notebook)
+    for cell, old, new in zip(cells, before, after, strict=True):
+        if new != old:
+            is_list = isinstance(cell["source"], list)
+            cell["source"] = new.splitlines(keepends=True) if is_list else new
+    end = "\n" if raw.endswith("\n") else ""
+    return json.dumps(notebook, indent=indent, ensure_ascii=ascii_only) + end
+
+
+def _writing_of(raw: str, notebook: dict[str, Any]) -> tuple[str | int, bool]:
+    """How the JSON of a notebook is written: its indent, and whether in ASCII."""
+    found = re.match(r"\{\n(\s+)", raw)
+    indent = found[1] if found else 1
+    written = json.dumps(notebook, indent=indent, ensure_ascii=True)
+    return indent, written == raw.rstrip("\n")
