@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from lockstep.parallel import parallelize, per_device
     from lockstep.placement import pad_batch, replicate, shard_batch, to_host
     from lockstep.rng import device_key, step_key
-    from lockstep.step import TrainState, make_train_step
+    from lockstep.step import make_train_step
+    from lockstep.train_state import TrainState
 
 _NAMESPACES = (
     "callbacks",
@@ -55,7 +56,7 @@ _NAMESPACES = (
 
 _HOMES = {
     "Mean": "metrics",
-    "TrainState": "step",
+    "TrainState": "train_state",
     "Trainer": "loop",
     "describe_devices": "devices",
     "device_key": "rng",
