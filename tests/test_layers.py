@@ -15,22 +15,26 @@ import lockstep
 
 ROOT = Path(lockstep.__file__).parent
 
-LAYERS = (
-    ("notices", "tree", "devices", "distributed"),
-    (
-        "sharding",
-        "static_leaves",
-        "placement",
-        "rng",
-        "metrics",
-        "compiles",
-        "varying",
-        "replicas",
-    ),
-    ("reduce", "step", "program", "parallel"),
-    ("data", "evaluation", "checkpoint", "writers"),
-    ("loop", "callbacks"),
-    ("launch", "cli", "__main__"),
+LAYERS = tuple(
+    set(names.split())
+    for names in (
+        # 0: the machine, and trees of values
+        """notices tree machine facts simulation report advice idle_gpus devices
+        distributed""",
+        # 1: values on devices
+        """sharding placement rng metrics compiles static_leaves varying replicas""",
+        # 2: one step: the train step, then any step on all devices
+        """reduce scaling train_state loss rows outcome accumulate gradients
+        model_state step
+        arguments program padding views first_step last_call parallel_step parallel""",
+        # 3: data in, numbers out
+        """loaders handover prefetching batch_plan row_sources data
+        results evaluation writers""",
+        # 4: many steps
+        """running contract feed step_keys loop callbacks""",
+        # 5: the command line
+        """doctor launch cli __main__""",
+    )
 )
 # Side packages: the highest layer that they import, and the lowest that imports them.
 SIDES = {"debug": (2, 4), "compat": (1, 5)}
