@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -76,8 +77,17 @@ def run(
         int | None,
         typer.Option(min=1, metavar="N", help="Run on N simulated CPU devices."),
     ] = None,
+    compat: Annotated[
+        bool, typer.Option("--compat", help="Restore the names of the pmap era.")
+    ] = False,
+    era_random: Annotated[
+        bool,
+        typer.Option(
+            "--era-random", help="As --compat, with the era's random numbers."
+        ),
+    ] = False,
 ) -> None:
-    """Run a training script, as python would, and exit with its exit code.
+    """Run a training script or notebook, as python would; exit with its exit code.
 
     Options of lockstep come before the script, its own options after it.
 
@@ -89,8 +99,42 @@ def run(
     with ExitStack() as setup:
         if simulate:
             setup.enter_context(launch.simulated(simulate))
+        if compat or era_random:
+            from lockstep.compat import install
+
+            install(era_random=era_random)
         try:
             launch.run(program)
         except launch.CannotStart as error:
             typer.echo(f"lockstep run: {error}", err=True)
             raise typer.Exit(2) from None
+
+
+@app.command()
+def check(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", exists=True)],
+    json: Annotated[bool, typer.Option("--json", help="Report as JSON.")] = False,
+    sarif: Annotated[bool, typer.Option("--sarif", help="Report as SARIF.")] = False,
+    github: Annotated[
+        bool, typer.Option("--github", help="Report as GitHub annotations.")
+    ] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="First rewrite names that are only renamed.")
+    ] = False,
+) -> None:
+    """Read code of the pmap era and say what breaks, what changed, what to write.
+
+    PATH is a script, a notebook, a list of requirements or a folder of them; nothing
+    is run. Exits with 1 if the code uses what is gone.
+    """
+    from lockstep.compat.check import REPORTS, Level, check
+
+    if fix:
+        from lockstep.compat.fix import fix as rewrite
+
+        for path in rewrite(paths):
+            typer.echo(f"rewrote {path}", err=True)
+    findings = check(paths)
+    kind = "json" if json else "sarif" if sarif else "github" if github else "text"
+    typer.echo(REPORTS[kind](findings))
+    raise typer.Exit(any(finding.level is Level.ERROR for finding in findings))

@@ -4,7 +4,7 @@ import builtins
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -16,7 +16,7 @@ from lockstep.simulation import backend_started, simulate_by_environment
 
 @dataclass(frozen=True)
 class Program:
-    """A script, or with `module=True` the name of a module, and its arguments."""
+    """A script or notebook, or with `module=True` the name of a module."""
 
     target: str
     arguments: tuple[str, ...] = ()
@@ -53,9 +53,10 @@ def run(program: Program) -> None:
     """
     try:
         load = _load_module if program.module else _load_script
-        code, main = load(program)
+        parts, main = load(program)
         sys.modules["__main__"] = main
-        exec(code, vars(main))
+        for code in parts:
+            exec(code, vars(main))
     except (SystemExit, CannotStart):
         raise
     except BaseException as error:
@@ -64,7 +65,7 @@ def run(program: Program) -> None:
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
-def _load_script(program: Program) -> tuple[CodeType, ModuleType]:
+def _load_script(program: Program) -> tuple[Iterable[CodeType], ModuleType]:
     path = os.path.abspath(program.target)
     loader = SourceFileLoader("__main__", path)
     try:
@@ -73,10 +74,21 @@ def _load_script(program: Program) -> tuple[CodeType, ModuleType]:
         raise CannotStart(f"cannot read {program.target}: {error.strerror}") from None
     _become(program, program.target, os.path.dirname(os.path.realpath(path)))
     main = _main_module(__file__=path, __loader__=loader, __package__=None)
-    return loader.source_to_code(source, path), main
+    if path.endswith(".ipynb"):
+        return _cells(path), main
+    return [loader.source_to_code(source, path)], main
 
 
-def _load_module(program: Program) -> tuple[CodeType, ModuleType]:
+def _cells(notebook: str) -> Iterable[CodeType]:
+    from lockstep.compat.notebook import compile_cells
+
+    try:
+        return compile_cells(notebook)
+    except ValueError as error:
+        raise CannotStart(str(error)) from None
+
+
+def _load_module(program: Program) -> tuple[Iterable[CodeType], ModuleType]:
     _become(program, "-m", os.getcwd())
     spec = _find_module(program.target)
     if spec.submodule_search_locations is not None:  # a package
@@ -92,7 +104,7 @@ def _load_module(program: Program) -> tuple[CodeType, ModuleType]:
         __package__=spec.parent,
         __spec__=spec,
     )
-    return code, main
+    return [code], main
 
 
 def _find_module(name: str) -> ModuleSpec:

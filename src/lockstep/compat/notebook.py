@@ -3,12 +3,14 @@
 import ast
 import io
 import json
+import linecache
 import re
 import tokenize
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 
 _COMMAND = re.compile(r"^\s*([%!?]|[\w.]+\s*=\s*[%!]|[\w.]+\?{1,2}\s*$)")
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
@@ -44,6 +46,24 @@ def read_cells(path: Path) -> list[Cell]:
         return list(_numbered(cells))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no notebook of format 4: {error}") from error
+
+
+def compile_cells(path: str) -> Iterator[CodeType]:
+    """The code cells of a notebook, each compiled when the one before has run.
+
+    In tracebacks a cell is called `guide.ipynb[cell 3]`, and its lines are shown.
+
+    Raises:
+        ValueError: the file is not a notebook of format 4.
+    """
+    cells = [cell for cell in read_cells(Path(path)) if cell.is_code]
+    return (_compiled(f"{path}[cell {c.number}]", c.text) for c in cells)
+
+
+def _compiled(name: str, text: str) -> CodeType:
+    lines = text.splitlines(keepends=True)
+    linecache.cache[name] = len(text), None, lines, name
+    return compile(split_commands(text)[0], name, "exec", dont_inherit=True)
 
 
 def _numbered(cells: list[dict]) -> Iterator[Cell]:

@@ -32,7 +32,7 @@ def rewrite(text: str, places: Places, clips: set[int]) -> str:
     module = cst.parse_module(text)
     renamer = _Renamer(places, clips)
     changed = MetadataWrapper(module).visit(renamer)
-    for missing in renamer.needed - _imported(module):
+    for missing in renamer.needed - _imported(changed):
         AddImportsVisitor.add_needed_import(context, missing)
     return AddImportsVisitor(context).transform_module(changed).code
 

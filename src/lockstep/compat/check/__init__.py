@@ -2,5 +2,6 @@
 
 from lockstep.compat.check.checker import check
 from lockstep.compat.check.findings import Finding, Level
+from lockstep.compat.check.reports import REPORTS
 
-__all__ = ["Finding", "Level", "check"]
+__all__ = ["REPORTS", "Finding", "Level", "check"]
