@@ -163,6 +163,13 @@ def test_an_evaluation_step_donates_nothing(mesh_of):
     assert not state["w"].is_deleted()
 
 
+def test_an_output_of_another_dtype_is_no_new_state_of_one_array(mesh_of):
+    w = replicate(jnp.arange(4.0), mesh_of(2))
+    signs = parallelize(lambda w, x: (w > x.mean()).astype(jnp.int32), mesh_of(2))
+    np.testing.assert_array_equal(signs(w, np.ones(2, np.float32)), [0, 0, 1, 1])
+    assert not w.is_deleted()
+
+
 def test_donate_argnums_is_obeyed(mesh_of):
     state = replicate(make_state(), mesh_of(4))
     parallelize(train_step, mesh_of(4), donate_argnums=())(state, make_batches()[0])

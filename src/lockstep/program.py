@@ -154,11 +154,15 @@ def _similar(state: Any, out: Any) -> bool:
     """Whether an output is meant to be the state, perhaps with a mistake in it.
 
     It is of the same type, at least half of all leaf paths are common to both, and
-    at least half of those leaves have the same shape.
+    at least half of those leaves have the same shape. A state of one bare array gives
+    no such evidence, so there shape and dtype must be equal.
     """
     old, new = dict(named_leaves(state, "")), dict(named_leaves(out, ""))
-    single = set(old) == {""} == set(new)
-    if not single and type(state) is not type(out):
+    if set(old) == {""} == set(new):
+        before, after = old[""], new[""]
+        same_dtype = before.weak_type or before.dtype == after.dtype
+        return before.shape == after.shape and same_dtype
+    if type(state) is not type(out):
         return False
     common = old.keys() & new.keys()
     alike = [path for path in common if old[path].shape == new[path].shape]
