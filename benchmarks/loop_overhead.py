@@ -1,6 +1,6 @@
 """What the loop costs: `Trainer.fit` beside the bare compiled step, on a 1 ms step.
 
-    python benchmarks/loop_overhead.py [--devices 4] [--steps 300] [--rounds 15]
+    python benchmarks/loop_overhead.py [--devices 4] [--steps 150] [--rounds 30]
 
 All rows train the same model on the same batches. They run in turns, so that whatever
 else the machine does hits them alike, and the medians over the rounds are compared.
@@ -109,8 +109,8 @@ def measure(fresh, runs, steps, rounds):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=4, help="simulated CPU devices")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     ls.simulate_devices(options.devices)
     mesh = ls.make_mesh()

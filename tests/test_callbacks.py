@@ -574,6 +574,25 @@ class TestProgress:
         assert "valid/n 4, 2 examples/s" in text
         assert text.count("\n") == 1  # drawn in place, and left behind at the end
 
+    def test_replaces_one_line_in_a_notebook(self, monkeypatch):
+        shown = []
+
+        class Handle:
+            def update(self, data, raw):
+                shown.append(data["text/plain"])
+
+        def display(data, raw, display_id):
+            Handle().update(data, raw)
+            return Handle()
+
+        monkeypatch.setattr("IPython.display.display", display)
+        self.run(self.console(force_jupyter=True), seconds=4.0, refresh_s=1.0)
+        assert shown[0] == f"compiling {'╌' * 24} 0/6"
+        assert (
+            shown[1] == f"epoch 2 {'━' * 16}{'╌' * 8} 4/6 mean 8, n 1.5, 2 examples/s"
+        )
+        assert shown[-1].startswith(f"epoch 3 {'━' * 24} 6/6 mean 8, n 6")
+
     def test_an_unknown_number_of_steps_is_shown_as_such(self):
         console = self.console(force_terminal=False)
         progress = Progress(console=console)

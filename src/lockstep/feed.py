@@ -90,8 +90,10 @@ class Feed:
 
 def rows_of(batch: Any) -> int:
     """Rows of a placed global batch, padding included; 1 for a batch without rows."""
-    shapes = (getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batch))
-    return next((shape[0] for shape in shapes if shape), 1)
+    for leaf in jax.tree.leaves(batch):
+        if getattr(leaf, "ndim", 0):
+            return leaf.shape[0]
+    return 1
 
 
 def _lies_on(batches: Sequence[Any], mesh: Mesh) -> bool:

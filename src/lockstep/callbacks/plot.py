@@ -63,16 +63,26 @@ class _Picture:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        kinds = list(dict.fromkeys(name.split("/")[-1] for name in self.curves))
+        # The loss first, and in each panel the training before the evaluations.
+        names = sorted(
+            self.curves, key=lambda name: (_kind(name) != "loss", "/" in name)
+        )
+        kinds = list(dict.fromkeys(map(_kind, names)))
         figure = Figure(figsize=(5 * len(kinds), 3.5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(1, len(kinds), squeeze=False)[0]
         panels = dict(zip(kinds, axes, strict=True))
-        for name, (steps, values) in self.curves.items():
+        for name in names:
+            steps, values = self.curves[name]
             marker = "o" if len(steps) < 20 else None
-            panels[name.split("/")[-1]].plot(steps, values, marker=marker, label=name)
+            panels[_kind(name)].plot(steps, values, marker=marker, label=name)
         for kind, panel in panels.items():
             panel.set(xlabel="step", ylabel=kind)
             panel.grid(alpha=0.3)
             panel.legend()
         figure.savefig(self.path, dpi=120)
+
+
+def _kind(name: str) -> str:
+    """What is measured, wherever it was measured: `loss` of `valid/loss`."""
+    return name.rpartition("/")[2]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lockstep.callbacks.displays import Lines, display_for
 from lockstep.callbacks.interval import Interval
 from lockstep.distributed import is_main_process
 from lockstep.loop import StepInfo
@@ -45,13 +46,9 @@ class Progress:
         """Show that the first step is being compiled."""
         if not is_main_process():
             return
-        from rich.console import Console
-
-        console = self._console or Console()
-        drawn = console.is_terminal or console.is_jupyter
-        self._period_s = self._periods_s[0] if drawn else self._periods_s[1]
-        kind = _Bar if drawn else _Lines
-        self._display = kind(console, trainer.total, trainer.step)
+        self._display = display_for(self._console, trainer.total, trainer.step)
+        refresh_s, lines_s = self._periods_s
+        self._period_s = lines_s if isinstance(self._display, Lines) else refresh_s
         self._interval = Interval()
         self._shown: dict[str, float] = {}
         self._results = {}
@@ -95,51 +92,4 @@ class Progress:
         text = in_words(scalars)
         if speed is not None:
             text += f"{', ' if text else ''}{speed:,.0f} examples/s"
-        self._display.show(info.step, info.epoch, text)
-
-
-class _Bar:
-    """A bar that redraws itself in place."""
-
-    def __init__(self, console: Any, total: int | None, done: int) -> None:
-        from rich import progress
-
-        columns = [
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=24),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[text]}"),
-        ]
-        # No thread of its own: it would take time from the loop when nothing is new.
-        self._bar = progress.Progress(*columns, console=console, auto_refresh=False)
-        self._bar.start()
-        self._task = self._bar.add_task(
-            "compiling", total=total, completed=done, text=""
-        )
-        self._bar.refresh()
-
-    def show(self, step: int, epoch: int, text: str) -> None:
-        self._bar.update(
-            self._task, completed=step, description=f"epoch {epoch}", text=text
-        )
-        self._bar.refresh()
-
-    def close(self) -> None:
-        self._bar.stop()
-
-
-class _Lines:
-    """A line from time to time, for files and pipes."""
-
-    def __init__(self, console: Any, total: int | None, done: int) -> None:
-        self._file = console.file
-        self._of = "" if total is None else f"/{total}"
-
-    def show(self, step: int, epoch: int, text: str) -> None:
-        line = f"step {step}{self._of} (epoch {epoch})"
-        print(f"{line}: {text}" if text else line, file=self._file, flush=True)
-
-    def close(self) -> None:
-        pass
+        self._display.show(info.step, f"epoch {info.epoch}", text)
