@@ -83,7 +83,7 @@ def run(
     era_random: Annotated[
         bool,
         typer.Option(
-            "--era-random", help="As --compat, with the era's random numbers."
+            "--era-random", help="As --compat, with the random numbers of then."
         ),
     ] = False,
 ) -> None:

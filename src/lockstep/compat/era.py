@@ -205,7 +205,7 @@ class _Flags:
     """Reads and writes the options of `jax.config` as attributes."""
 
     def __getattr__(self, name: str) -> Any:
-        return jax.config.read(name)
+        return getattr(jax.config, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         jax.config.update(name, value)

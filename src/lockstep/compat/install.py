@@ -214,5 +214,5 @@ def _restore_config(undo: ExitStack) -> None:
 
 
 def _set_flag(undo: ExitStack, name: str, value: Any) -> None:
-    undo.callback(jax.config.update, name, jax.config.read(name))
+    undo.callback(jax.config.update, name, getattr(jax.config, name))
     jax.config.update(name, value)
