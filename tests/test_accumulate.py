@@ -69,6 +69,8 @@ def test_memory_for_activations_is_that_of_one_microbatch():
         step = make(loss, accumulate=k)
         state = step.init({"w": jnp.eye(64)})
         compiled = jax.jit(step).lower(state, jnp.ones((4096, 64))).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     assert temporary_bytes(8) < 0.4 * temporary_bytes(1)

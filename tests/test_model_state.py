@@ -128,6 +128,26 @@ def test_a_count_of_calls_goes_through_every_microbatch(view):
     assert state.model_state["n"].dtype == jnp.int32
 
 
+def test_a_number_beside_the_rows_is_equal_on_all_devices():
+    def loss(params, stats, batch):
+        return params["scale"] * batch["x"], ({}, {"rate": batch["rate"] * 2})
+
+    def step(state, batch, rate):
+        return made(state, {**batch, "rate": rate})
+
+    made = make(loss, "device", model_state=True)
+    mapped = jax.shard_map(
+        step,
+        mesh=make_mesh_of(4),
+        in_specs=(P(), P("data"), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    state = made.init(PARAMS, model_state={"rate": jnp.zeros(())})
+    state, _ = jax.jit(mapped)(state, X, 0.5)
+    assert float(state.model_state["rate"]) == 1.0
+
+
 def test_statistics_keep_their_dtype():
     def loss(params, stats, batch):
         return params["scale"] * batch["x"], ({}, {"m": batch["x"].mean()})

@@ -9,6 +9,7 @@ from same import assert_same
 from stepping import VIEWS, gradient, make, on_mesh
 
 from lockstep.metrics import compute
+from lockstep.scaling import DynamicScale, move, start
 
 
 class TestLossScale:
@@ -80,3 +81,34 @@ class TestLossScale:
         step = make(lambda params, x: params["w"] * x, loss_scale=8.0)
         state, metrics = step(step.init({"w": jnp.ones(())}), jnp.full(2, np.nan))
         assert np.isnan(state.params["w"]) and "skipped" not in metrics
+
+
+class TestMoves:
+    def test_it_grows_after_the_interval_and_shrinks_at_once(self):
+        scale = DynamicScale(initial=8.0, growth_interval=2)
+        state = start(scale)
+        seen = []
+        for finite in (True, True, True, False, True, True):
+            state = move(scale, state, jnp.array(finite))
+            seen.append(float(state.value))
+        assert seen == [8.0, 16.0, 16.0, 8.0, 8.0, 16.0]
+        assert int(state.skipped) == 1 and int(state.good_steps) == 0
+
+    def test_it_stays_where_it_can_work(self):
+        scale = DynamicScale(initial=1.0, growth_interval=1, factor=2.0**13)
+        low = move(scale, start(scale), jnp.array(False))
+        assert float(low.value) == 1.0
+        for _ in range(3):
+            low = move(scale, low, jnp.array(True))
+        assert float(low.value) == 2.0**24
+
+    def test_numbers_that_do_not_move_are_refused(self):
+        for wrong in ({"initial": 0.0}, {"growth_interval": 0}, {"factor": 1.0}):
+            with pytest.raises(ValueError, match="is no moving scale"):
+                DynamicScale(**wrong)
+
+    def test_a_scale_of_ones_own(self):
+        step = make(lambda params, x: params["w"] * x, loss_scale=DynamicScale(4.0, 1))
+        state, metrics = step(step.init({"w": jnp.ones(())}), jnp.ones(2))
+        assert float(metrics["loss_scale"]) == 4.0
+        assert float(state.loss_scale.value) == 8.0

@@ -32,15 +32,17 @@ def differing(
             same structure as the old one. It is traced, never run.
         params: equal on all devices.
         model_state: equal on all devices.
-        batch: this device's rows.
+        batch: this device's rows; leaves of rank 0 are equal on all devices.
         key: this device's key, or `None`.
         axis_name: the mesh axis of the devices.
     """
     jaxpr = jax.make_jaxpr(forward)(params, model_state, batch, key)
     state = [False] * len(jax.tree.leaves(model_state))
-    shards = [True] * len(jax.tree.leaves((batch, key)))
+    # A leaf without rows is the same on all devices; a key is not.
+    local = [jnp.ndim(leaf) > 0 for leaf in jax.tree.leaves(batch)]
+    local += [True] * len(jax.tree.leaves(key))
     while True:  # what differs after one microbatch goes into the next
-        inputs = [False] * len(jax.tree.leaves(params)) + state + shards
+        inputs = [False] * len(jax.tree.leaves(params)) + state + local
         after = varying_outputs(jaxpr, inputs, axis_name)
         grown = [a or b for a, b in zip(state, after, strict=True)]
         if grown == state:

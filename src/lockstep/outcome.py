@@ -125,7 +125,8 @@ def read_metrics(metrics: Mapping[str, Any], rows: Rows, parts: bool) -> dict[st
     taken = [name for name in ADDED if name in metrics]
     if taken:
         raise ValueError(
-            f"the loss returns a metric {taken[0]!r}, and so does the step: rename it"
+            f"the loss returns a metric {taken[0]!r}, and so does the step: leave it "
+            "out, or rename it"
         )
 
     def read(path: tuple[Any, ...], value: Any) -> Mean:

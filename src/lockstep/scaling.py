@@ -31,6 +31,14 @@ class DynamicScale:
     growth_interval: int = 2000
     factor: float = 2.0
 
+    def __post_init__(self) -> None:
+        fits = _LEAST <= self.initial <= _GREATEST
+        if not (fits and self.growth_interval >= 1 and self.factor > 1):
+            raise ValueError(
+                f"{self} is no moving scale: initial is between 1 and 2**24, "
+                "growth_interval 1 or more, factor above 1"
+            )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

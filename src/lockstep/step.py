@@ -14,6 +14,7 @@ from lockstep.accumulate import Sums, sum_gradients
 from lockstep.gradients import average, clip, global_norm
 from lockstep.loss import Loss
 from lockstep.metrics import Mean
+from lockstep.notices import say_once
 from lockstep.outcome import Outcome, evaluate_loss
 from lockstep.placement import count_rows
 from lockstep.reduce import axis_size, psum_tree
@@ -183,13 +184,15 @@ class TrainStep:
             )
         if key is not None:
             self._check_takes(key)
+        opt_state = self.optimizer.init(params)
+        _say_multi_steps(opt_state)
         scale = self.loss_scale
         dynamic = scaling.start(scale) if isinstance(scale, DynamicScale) else None
         return settle(
             TrainState(
                 step=jnp.zeros((), jnp.int32),
                 params=params,
-                opt_state=self.optimizer.init(params),
+                opt_state=opt_state,
                 model_state=model_state,
                 key=key,
                 loss_scale=dynamic,
@@ -327,6 +330,21 @@ class TrainStep:
             opt_state=keep_types(state.opt_state, opt_state, "state.opt_state"),
             model_state=sums.model_state,
             ema=ema,
+        )
+
+
+def _say_multi_steps(opt_state: Any) -> None:
+    """Steps of unequal weight, merged by optax, are a mean of means."""
+    import optax
+
+    def accumulates(node: Any) -> bool:
+        return isinstance(node, optax.MultiStepsState)
+
+    if any(map(accumulates, jax.tree.leaves(opt_state, is_leaf=accumulates))):
+        say_once(
+            "optax.MultiSteps",
+            "optax.MultiSteps averages the means of its steps, which is wrong where "
+            "they count unequal numbers of rows or tokens: use accumulate=k",
         )
 
 

@@ -95,7 +95,7 @@ def settle(values: Any) -> Any:
             return leaf
         if not isinstance(leaf, jax.Array):
             leaf = jnp.array(leaf)  # a copy: NumPy's memory is not ours to donate
-        if leaf.weak_type:
+        if getattr(leaf, "weak_type", False):  # keys have none
             leaf = leaf.astype(leaf.dtype)
         if id(leaf) in seen:
             leaf = jnp.copy(leaf)
