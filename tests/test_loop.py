@@ -470,6 +470,14 @@ class TestCallbacks:
         Trainer(sgd, callbacks=[first, second]).fit(0.0, rows(1, 2))
         assert seen == [{"valid": 1.0}, {"valid": 2.0}]
 
+    @pytest.mark.parametrize(
+        ("bad", "message"),
+        [(Recorder, "is the class Recorder: make one"), ("log", "is a str")],
+    )
+    def test_are_checked_before_a_step_is_run(self, bad, message):
+        with pytest.raises(TypeError, match=f"callbacks.1. {message}"):
+            Trainer(sgd, callbacks=[print, bad])
+
     def test_stop_after_the_step_when_one_returns_true(self):
         other = Recorder()
         trainer = Trainer(sgd, callbacks=[Recorder(stop_at=2), other])

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from lockstep import sharding
-from lockstep.prefetching import Prefetch, PrefetchIterator, prefetch
+from lockstep.data.prefetching import Prefetch, PrefetchIterator, prefetch
 
 
 class Feed:

@@ -14,7 +14,7 @@ from lockstep.feed import Feed, rows_of
 from lockstep.metrics import compute
 from lockstep.notices import say_once
 from lockstep.parallel import as_parallel
-from lockstep.running import Callback, Running
+from lockstep.running import Callback, Running, checked
 from lockstep.step_keys import StepKeys
 
 
@@ -109,7 +109,9 @@ class Trainer:
     ) -> None:
         self.parallel = as_parallel(step, mesh, remainder)
         self.mesh: Mesh = self.parallel.mesh
-        self.callbacks = tuple(callbacks)
+        self.callbacks = tuple(
+            checked(callback, f"callbacks[{i}]") for i, callback in enumerate(callbacks)
+        )
         self.step = 0
         self.total: int | None = None
         self._state: Any = None

@@ -90,6 +90,28 @@ class Running:
             raise
 
 
+def checked(callback: Any, where: str) -> Callback:
+    """The callback, if it is one.
+
+    Raises:
+        TypeError: it cannot be called, or is a class in place of an instance.
+
+    Example:
+        >>> checked(print, "callbacks[0]")
+        <built-in function print>
+    """
+    if isinstance(callback, type):
+        raise TypeError(
+            f"{where} is the class {callback.__name__}: make one, {callback.__name__}()"
+        )
+    if not callable(callback):
+        raise TypeError(
+            f"{where} is a {type(callback).__name__}, and a callback is a function of "
+            "the step's info"
+        )
+    return callback
+
+
 def name_of(callback: Any) -> str:
     """How a callback is called in messages.
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lockstep.loop import StepInfo
-from lockstep.running import Callback, name_of
+from lockstep.running import Callback, checked, name_of
 
 
 class Every:
@@ -12,13 +12,8 @@ class Every:
     def __init__(self, n: int, callback: Callback) -> None:
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise ValueError(f"every({n!r}, ...): n is a number of steps, at least 1")
-        if not callable(callback):
-            raise TypeError(
-                f"every({n}, ...) needs a callback, a function of the step's info, and "
-                f"got a {type(callback).__name__}"
-            )
         self.n = n
-        self.callback = callback
+        self.callback = checked(callback, f"the callback of every({n}, ...)")
         self.__name__ = f"every({n}, {name_of(callback)})"
         for method in ("start", "observe", "finish", "close"):
             if hasattr(callback, method):
@@ -37,7 +32,7 @@ def every(n: int, callback: Callback) -> Every:
 
     Raises:
         ValueError: `n` is not a positive whole number.
-        TypeError: `callback` cannot be called.
+        TypeError: `callback` is no callback.
 
     Example:
         >>> from types import SimpleNamespace

@@ -7,6 +7,7 @@ import jax
 
 from lockstep.distributed import is_main_process
 from lockstep.loop import StepInfo
+from lockstep.replicas import check_replicas
 
 
 class CheckReplicas:
@@ -22,15 +23,13 @@ class CheckReplicas:
 
     def __call__(self, info: StepInfo) -> None:
         """Check the state of this step."""
-        from lockstep.debug import check_replicas
-
         check_replicas(info.state)
 
 
 class Profile:
     """Record a trace of some steps, for TensorBoard, XProf or Perfetto.
 
-    Each main process writes below `logdir`. Recording begins when the steps before
+    The main process writes below `logdir`. Recording begins when the steps before
     are done and ends when its own are, so it holds those steps alone.
 
     Args:
