@@ -2,9 +2,9 @@
 
 import pytest
 
-from lockstep.advice import worth_knowing
-from lockstep.facts import Facts
-from lockstep.machine import Nvidia
+from lockstep.devices.advice import worth_knowing
+from lockstep.devices.facts import Facts
+from lockstep.devices.machine import Nvidia
 
 SIMULATED = {"local_devices": 8, "cores": 8}
 FLAGS = "--xla_force_host_platform_device_count=4"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.batch_plan import BatchPlan, plan_batches
+from lockstep.data.batch_plan import BatchPlan, plan_batches
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 import lockstep
 from lockstep import doctor, launch
 from lockstep.cli import app
-from lockstep.report import DeviceReport
+from lockstep.devices.report import DeviceReport
 
 REPORT = {
     "backend": "cpu",

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.batch_plan import BatchPlan
 from lockstep.data import Batches, batches, prefetch
-from lockstep.row_sources import row_source
+from lockstep.data.batch_plan import BatchPlan
+from lockstep.data.row_sources import row_source
 
 
 def ids(one_pass):

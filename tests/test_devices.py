@@ -8,10 +8,10 @@ from fresh_process import run_python
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lockstep import devices
-from lockstep.devices import describe_devices, make_mesh
-from lockstep.facts import Facts
-from lockstep.machine import Nvidia
+from lockstep.devices import describe, describe_devices, make_mesh
+from lockstep.devices import mesh as mesh_module
+from lockstep.devices.facts import Facts
+from lockstep.devices.machine import Nvidia
 
 # --- make_mesh ---------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ def test_sizes_that_do_not_multiply_to_the_devices(axes, message):
 
 @pytest.mark.parametrize("sizes", [(3, 2), (7,), (5, 5, 5), (1, 9), (100, 1, 1)])
 def test_the_sizes_of_the_message_are_valid(sizes):
-    best = devices._nearest(sizes, 8)
+    best = mesh_module._nearest(sizes, 8)
     assert math.prod(best) == 8
     assert len(best) == len(sizes)
 
@@ -155,7 +155,7 @@ def test_describes_the_devices_of_this_process():
 
 def test_idle_hardware_comes_first_in_the_advice(monkeypatch):
     facts = Facts(nvidia=Nvidia(gpus=1), local_devices=8, cores=2)
-    monkeypatch.setattr(devices, "gather_facts", lambda: facts)
+    monkeypatch.setattr(describe, "gather_facts", lambda: facts)
     report = describe_devices()
     assert report.idle_hardware
     idle, other = report.advice
@@ -165,7 +165,7 @@ def test_idle_hardware_comes_first_in_the_advice(monkeypatch):
 
 def test_other_advice_is_no_idle_hardware(monkeypatch):
     facts = Facts(local_devices=8, cores=2)
-    monkeypatch.setattr(devices, "gather_facts", lambda: facts)
+    monkeypatch.setattr(describe, "gather_facts", lambda: facts)
     report = describe_devices()
     assert len(report.advice) == 1
     assert not report.idle_hardware
@@ -176,7 +176,7 @@ def test_reports_memory_where_devices_tell_it():
         def memory_stats(self):
             return {"bytes_limit": 5, "bytes_in_use": 1}
 
-    assert devices._memory(Told()) == 5
+    assert describe._memory(Told()) == 5
 
 
 # Platforms that this JAX lacks end `jax.devices()` in a bare AssertionError.

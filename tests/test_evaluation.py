@@ -9,12 +9,12 @@ import optax
 import pytest
 from flax import nnx
 
-from lockstep import notices, results
-from lockstep.evaluation import evaluate, predict
+from lockstep import notices
+from lockstep.data.prefetching import prefetch
+from lockstep.evaluation import evaluate, predict, results
 from lockstep.metrics import Mean
 from lockstep.parallel import parallelize, per_device
 from lockstep.placement import replicate
-from lockstep.prefetching import prefetch
 from lockstep.step import make_train_step
 
 DEVICES = [1, 2, 4, 8]

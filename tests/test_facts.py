@@ -1,8 +1,8 @@
 import jax
 import pytest
 
-from lockstep.facts import Facts, gather_facts
-from lockstep.machine import count_cores
+from lockstep.devices.facts import Facts, gather_facts
+from lockstep.devices.machine import count_cores
 
 
 def test_gathers_what_jax_and_the_machine_say(monkeypatch):

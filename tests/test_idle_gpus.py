@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from lockstep.facts import Facts
-from lockstep.idle_gpus import why_idle
-from lockstep.machine import Nvidia
+from lockstep.devices.facts import Facts
+from lockstep.devices.idle_gpus import why_idle
+from lockstep.devices.machine import Nvidia
 
 CPU_ONLY = Facts(
     nvidia=Nvidia(gpus=2, driver="580.65.06"),

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.loaders import check_loader
-from lockstep.prefetching import prefetch
+from lockstep.data.loaders import check_loader
+from lockstep.data.prefetching import prefetch
 
 
 class DataLoader:

@@ -6,8 +6,8 @@ import jax
 import jaxlib.version
 import pytest
 
-from lockstep import machine
-from lockstep.machine import Nvidia, find_nvidia
+from lockstep.devices import machine
+from lockstep.devices.machine import Nvidia, find_nvidia
 
 CLOSED = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15\n"

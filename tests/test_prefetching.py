@@ -11,10 +11,10 @@ import pytest
 from fresh_process import run_python
 from jax.sharding import PartitionSpec
 
-from lockstep import handover
+from lockstep.data import handover
+from lockstep.data.prefetching import prefetch
 from lockstep.parallel import parallelize
 from lockstep.placement import MaskedBatch
-from lockstep.prefetching import prefetch
 
 LONG_S = 30  # an upper bound on hangs
 

@@ -3,7 +3,7 @@ import io
 
 from rich.console import Console
 
-from lockstep.report import DeviceReport
+from lockstep.devices.report import DeviceReport
 
 INSTALL = 'install "jax[cuda13]" & <restart>'
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.row_sources import ArrayRows, ElementRows, row_source
+from lockstep.data.row_sources import ArrayRows, ElementRows, row_source
 
 ROWS = np.array([3, 0, 2])
 

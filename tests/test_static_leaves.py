@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 
-from lockstep.static_leaves import unwrap, wrap
+from lockstep.parallel.static_leaves import unwrap, wrap
 
 
 def test_static_leaves_travel_in_the_structure_and_come_back():

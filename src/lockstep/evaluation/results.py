@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from lockstep.data.prefetching import Prefetch, prefetch
 from lockstep.parallel import as_parallel, parallelize
-from lockstep.parallel_step import ParallelStep
+from lockstep.parallel.parallel_step import ParallelStep
 from lockstep.placement import MaskedBatch, count_rows, to_host
-from lockstep.prefetching import Prefetch, prefetch
 from lockstep.step import TrainStep
 
 # Results are read this many batches late, when the devices are long done with them.

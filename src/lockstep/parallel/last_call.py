@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from lockstep.program import Program
+from lockstep.parallel.program import Program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,27 +12,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from lockstep import program
 from lockstep.metrics import Mean, is_mean
 from lockstep.notices import say_once
+from lockstep.parallel import program
+from lockstep.parallel.options import Options
+from lockstep.parallel.static_leaves import unwrap, wrap
 from lockstep.placement import MaskedBatch
-from lockstep.static_leaves import unwrap, wrap
 from lockstep.tree import is_key, named_leaves
 from lockstep.varying import reduces_over, varying_outputs
 
 _KEY_NAME = re.compile(r"(^|_)(keys?|rngs?)($|_)")
 
 
-def global_view(
-    fn: Callable[..., Any], batch_argnums: tuple[int, ...], mask_name: str | None
-) -> Callable[..., Any]:
+def global_view(options: Options) -> Callable[..., Any]:
     """The function over wrapped arguments, on the whole batch."""
 
     def run(*wrapped: Any) -> Any:
-        args = call_arguments(wrapped, mask_name)
-        return wrap(call(fn, args, batch_argnums, axis_name=None))
+        return wrap(call(options, call_arguments(options, wrapped)))
 
     return run
 
@@ -49,23 +47,14 @@ class DeviceView:
             devices; known once the step was traced.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        mesh: Mesh,
-        axis_name: str,
-        *,
-        names: tuple[str, ...],
-        batch_argnums: tuple[int, ...],
-        state_argnum: int | None,
-        mask_name: str | None,
-        owns_keys: bool,
-    ) -> None:
-        """Describe a step; nothing is traced yet."""
-        self.fn, self.mesh, self.axis_name = fn, mesh, axis_name
-        self.names, self.batch_argnums = names, batch_argnums
-        self.state_argnum, self.mask_name = state_argnum, mask_name
-        self.owns_keys = owns_keys
+    def __init__(self, options: Options, names: tuple[str, ...]) -> None:
+        """Describe a step whose arguments have these names; nothing is traced yet."""
+        self.options, self.names = options, names
+        self.axis_name = options.device_axis or options.row_axis
+        self.mesh = options.device_mesh
+        self.batch_argnums = options.batch_argnums
+        self.state_argnum = options.state_argnum
+        self.owns_keys = options.is_train_step
         self.suspects: list[str] = []
 
     def __call__(self, *wrapped: Any) -> Any:
@@ -152,8 +141,8 @@ class DeviceView:
         shapes: list[Any] = []
 
         def flat(*leaves: Any) -> Any:
-            args = call_arguments(jax.tree.unflatten(structure, leaves), self.mask_name)
-            out = wrap(call(self.fn, args, self.batch_argnums, self.axis_name))
+            args = call_arguments(self.options, jax.tree.unflatten(structure, leaves))
+            out = wrap(call(self.options, args))
             shapes.append(out)
             return jax.tree.leaves(out)
 
@@ -255,36 +244,32 @@ def key_shape(leaf: Any, name: str) -> tuple[int, ...] | None:
     return leaf.shape[:-1] if raw and _KEY_NAME.search(name) else None
 
 
-def call_arguments(wrapped: Any, mask_name: str | None) -> list[Any]:
+def call_arguments(options: Options, wrapped: Any) -> list[Any]:
     """The user's own arguments: static leaves back, masks merged into dicts."""
     args = jax.tree.map(lambda x: x, wrapped)  # fresh containers: steps may mutate
-    args = [_merge_mask(arg, mask_name) for arg in args]
+    if not options.is_train_step:  # which takes a MaskedBatch itself
+        args = [_merge_mask(arg, options.mask_name) for arg in args]
     return [unwrap(arg) for arg in args]
 
 
-def call(
-    fn: Callable[..., Any],
-    args: list[Any],
-    batch_argnums: tuple[int, ...],
-    axis_name: str | None,
-) -> Any:
+def call(options: Options, args: list[Any]) -> Any:
     """Call the user's function; explain unbound axes and lost mutations.
 
     The last argument is the dict of keyword arguments.
     """
     before = [jax.tree.leaves(arg) for arg in args]
     try:
-        out = fn(*args[:-1], **args[-1])
+        out = options.fn(*args[:-1], **args[-1])
     except NameError as error:
-        raise _explain_axis(error, axis_name) from error
+        raise _explain_axis(error, options.device_axis) from error
     for i, (arg, old) in enumerate(zip(args, before, strict=True)):
-        if i not in batch_argnums:  # a batch is the step's own to change
+        if i not in options.batch_argnums:  # a batch is the step's own to change
             _check_mutations(arg, old, out)
     return out
 
 
-def _merge_mask(arg: Any, mask_name: str | None) -> Any:
-    if not isinstance(arg, MaskedBatch) or mask_name is None:
+def _merge_mask(arg: Any, mask_name: str) -> Any:
+    if not isinstance(arg, MaskedBatch):
         return arg
     if not isinstance(arg.data, dict):
         raise TypeError(

@@ -5,7 +5,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from lockstep.parallel_step import ParallelStep
+from lockstep.devices import make_mesh
+from lockstep.parallel.options import Options, argnums
+from lockstep.parallel.parallel_step import ParallelStep
 from lockstep.step import TrainStep
 
 
@@ -50,15 +52,7 @@ def parallelize(
             f"this train step was made with axis_name={fn.axis_name!r} and averages by "
             "itself: use per_device(step), or make it without axis_name"
         )
-    return ParallelStep(
-        fn,
-        mesh,
-        device_axis=None,
-        batch_argnums=batch_argnums,
-        donate_argnums=donate_argnums,
-        remainder=remainder,
-        mask_name=mask_name,
-    )
+    return _wrap(fn, mesh, None, batch_argnums, donate_argnums, remainder, mask_name)
 
 
 def per_device(
@@ -114,14 +108,8 @@ def per_device(
             "remainder='unsplit' gives every device the whole short batch, which the "
             "device view cannot average: use 'pad' or 'drop', or parallelize"
         )
-    return ParallelStep(
-        fn,
-        mesh,
-        device_axis=axis_name,
-        batch_argnums=batch_argnums,
-        donate_argnums=donate_argnums,
-        remainder=remainder,
-        mask_name=mask_name,
+    return _wrap(
+        fn, mesh, axis_name, batch_argnums, donate_argnums, remainder, mask_name
     )
 
 
@@ -149,3 +137,24 @@ def as_parallel(
             f"{remainder!r}: set it once, in parallelize or per_device"
         )
     return step
+
+
+def _wrap(
+    fn: Callable[..., Any],
+    mesh: Mesh | None,
+    device_axis: str | None,
+    batch_argnums: int | tuple[int, ...],
+    donate_argnums: int | tuple[int, ...] | None,
+    remainder: str,
+    mask_name: str,
+) -> ParallelStep:
+    options = Options(
+        fn=fn,
+        mesh=make_mesh() if mesh is None else mesh,
+        device_axis=device_axis,
+        batch_argnums=argnums(batch_argnums),
+        donate_argnums=None if donate_argnums is None else argnums(donate_argnums),
+        remainder=remainder,
+        mask_name=mask_name,
+    )
+    return ParallelStep(options)

@@ -11,8 +11,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from lockstep import loaders
-from lockstep.handover import Placed, Worker, state_of
+from lockstep.data import loaders
+from lockstep.data.handover import Placed, Worker, state_of
 from lockstep.placement import shard_batch
 
 _UNREAD = object()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from lockstep.machine import (
+from lockstep.devices.machine import (
     Nvidia,
     count_cores,
     find_nvidia,

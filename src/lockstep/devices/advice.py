@@ -3,7 +3,7 @@
 Every rule is a pure function of `Facts` that returns a sentence or `None`.
 """
 
-from lockstep.facts import Facts
+from lockstep.devices.facts import Facts
 from lockstep.simulation import requested_counts
 
 _MEMORY_SETTINGS = {

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from lockstep import sharding
 from lockstep.compiles import CompileLog
-from lockstep.static_leaves import Static
+from lockstep.parallel.options import Options
+from lockstep.parallel.static_leaves import Static
 from lockstep.tree import first_difference, named_leaves
 
 
@@ -41,20 +42,20 @@ class Program:
 
     def state_of(self, outputs: Any) -> Any:
         """The new state among the outputs (`None` for an evaluation step)."""
-        if self.state_at == "all":
-            return outputs
-        return outputs[0] if self.state_at == "first" else None
+        return _state_in(outputs, self.state_at)
+
+    def readable(self, outputs: Any) -> jax.Array:
+        """An output that no later call takes over; there is one without a token."""
+        rest = outputs[1:] if self.state_at else outputs
+        return next(x for x in jax.tree.leaves(rest) if isinstance(x, jax.Array))
 
 
 def build(
     traced: Callable[..., Any],
     args: tuple[Any, ...],
-    *,
-    mesh: Mesh,
-    donate_argnums: tuple[int, ...] | None,
-    state_argnum: int | None,
-    compiles: CompileLog,
+    options: Options,
     names: tuple[str, ...],
+    compiles: CompileLog,
 ) -> Program:
     """Trace a step on placed, wrapped arguments and decide donation and layout.
 
@@ -62,35 +63,29 @@ def build(
         TypeError: the step changes its state's structure, shapes or dtypes.
     """
     inner = jax.jit(traced)
+    at = options.state_argnum
     out = inner.eval_shape(*args)
-    state = args[state_argnum] if state_argnum is not None else None
-    state_at = find_state(state, out) if state_argnum is not None else None
-    strong: dict[int, Any] = {}
-    if state_at:
-        new_state = out if state_at == "all" else out[0]
-        strong = strong_leaves(state, new_state)
-        if strong:
-            state = strengthen(state, strong)
-            args = (*args[:state_argnum], state, *args[state_argnum + 1 :])
-            out = inner.eval_shape(*args)
-            new_state = out if state_at == "all" else out[0]
-        check_state(state, new_state, names[state_argnum])
-    if donate_argnums is None:
-        donate_argnums = (state_argnum,) if state_at else ()
+    state = None if at is None else jax.tree.map(_describe, args[at])
+    state_at = find_state(state, out)
+    strong = strong_leaves(state, _state_in(out, state_at)) if state_at else {}
+    if strong and at is not None:
+        args = (*args[:at], strengthen(args[at], strong), *args[at + 1 :])
+        state = jax.tree.map(_describe, args[at])
+        out = inner.eval_shape(*args)
+    if state_at and at is not None:
+        check_state(state, _state_in(out, state_at), names[at])
 
     def outer(*wrapped: Any) -> Any:
         compiles.begin(dict(zip(names, wrapped, strict=True)))
-        outputs = inner(*wrapped)
-        if state_at:
-            outputs = _keep_weak_types(state, outputs, state_at)
+        outputs = _keep_weak_types(state, inner(*wrapped), state_at)
         return outputs, _token(outputs, state_at)
 
+    donated = options.donate_argnums
+    if donated is None:
+        donated = (at,) if state_at else ()
+    layout = _layout(out, state, state_at, options.mesh)
     return Program(
-        run=jax.jit(
-            outer,
-            donate_argnums=donate_argnums,
-            out_shardings=(_layout(out, state, state_at, mesh), None),
-        ),
+        run=jax.jit(outer, donate_argnums=donated, out_shardings=(layout, None)),
         state_at=state_at,
         strong=strong,
         static_outputs=any(
@@ -170,7 +165,20 @@ def _similar(state: Any, out: Any) -> bool:
     return bool(common) and half_of_paths and 2 * len(alike) >= len(common)
 
 
-def _keep_weak_types(state: Any, outputs: Any, state_at: str) -> Any:
+def _state_in(outputs: Any, state_at: str | None) -> Any:
+    if state_at == "all":
+        return outputs
+    return outputs[0] if state_at == "first" else None
+
+
+def _describe(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    """All about a leaf but its values, which a program must not keep alive."""
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
+    )
+
+
+def _keep_weak_types(state: Any, outputs: Any, state_at: str | None) -> Any:
     """Make leaves strong that were strong before, so that no later step recompiles."""
 
     def keep(old: Any, new: Any) -> Any:
@@ -178,9 +186,9 @@ def _keep_weak_types(state: Any, outputs: Any, state_at: str) -> Any:
             return jax.lax.convert_element_type(new, new.dtype)
         return new
 
-    if state_at == "all":
-        return jax.tree.map(keep, state, outputs)
-    return (jax.tree.map(keep, state, outputs[0]), *outputs[1:])
+    if state_at == "first":
+        return (jax.tree.map(keep, state, outputs[0]), *outputs[1:])
+    return jax.tree.map(keep, state, outputs) if state_at == "all" else outputs
 
 
 def _layout(out: Any, state: Any, state_at: str | None, mesh: Mesh) -> Any:

@@ -9,10 +9,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep import tree
+from lockstep.evaluation.results import Result, as_eval_step, results
 from lockstep.metrics import Mean, compute, is_mean, merge, to_means
 from lockstep.notices import say_once
 from lockstep.placement import map_named
-from lockstep.results import Result, as_eval_step, results
 
 
 def evaluate(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lockstep import loaders
+from lockstep.data import loaders
 
 _NOTHING = object()
 _PATIENCE_S = 10.0  # for a source that is in the middle of a batch when it is left

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep.batch_plan import BatchPlan, plan_batches
-from lockstep.prefetching import prefetch as prefetch  # part of this namespace
-from lockstep.row_sources import RowSource, row_source
+from lockstep.data.batch_plan import BatchPlan, plan_batches
+from lockstep.data.prefetching import prefetch as prefetch  # part of this namespace
+from lockstep.data.row_sources import RowSource, row_source
 
 # The order of rows must not repeat what users draw from the same seed.
 _ORDER = 0x6F72646572

@@ -6,7 +6,7 @@ Every rule is a pure function of `Facts` that returns a sentence or `None`.
 import re
 from collections.abc import Mapping
 
-from lockstep.facts import Facts
+from lockstep.devices.facts import Facts
 
 # The oldest Linux driver that each CUDA release runs on, newest release first.
 _OLDEST_DRIVER = {"cuda13": 580, "cuda12": 525}
@@ -16,7 +16,7 @@ def why_idle(facts: Facts) -> tuple[str, ...]:
     """The reasons, each with the way out; none if nothing is idle by mistake.
 
     Example:
-        >>> from lockstep.machine import Nvidia
+        >>> from lockstep.devices.machine import Nvidia
         >>> facts = Facts(nvidia=Nvidia(gpus=1), environment={"JAX_PLATFORMS": "cpu"},
         ...               platforms="cpu", versions={"jax-cuda13-plugin": "0.12.0",
         ...                                          "jaxlib": "0.12.0"})

@@ -1,0 +1,248 @@
+"""Why a step differs between one device and N: one small function a cause.
+
+Each looks at the evidence and answers in the words of its fix, or not at all.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from lockstep.debug.comparing import dataflow
+from lockstep.debug.comparing.balance import Uneven, equal_shards, uneven_weights
+from lockstep.debug.comparing.trials import Body, Call
+from lockstep.debug.comparing.verdicts import Leaf
+from lockstep.parallel.parallel_step import ParallelStep
+
+# A running variance: `var`, `var_ema`, `running_var`, and not `variables`.
+_VARIANCE = re.compile(r"(?<![a-z])var(iance)?(?![a-z])")
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What is known of a step that differs.
+
+    Attributes:
+        step: the step.
+        call: its arguments, on the host.
+        counts: the two numbers of devices.
+        leaves: all outputs; at least one of them is wrong.
+        bodies: what one device runs, for both counts; `None` in the global view.
+        agrees: runs the step on both counts with other arguments: do they agree then?
+    """
+
+    step: ParallelStep
+    call: Call
+    counts: tuple[int, int]
+    leaves: list[Leaf]
+    bodies: tuple[Body, Body] | None
+    agrees: Callable[[Call], bool]
+
+    @property
+    def wrong(self) -> list[Leaf]:
+        """The leaves that differ."""
+        return [leaf for leaf in self.leaves if leaf.verdict == "wrong"]
+
+
+def find_causes(evidence: Evidence) -> list[str]:
+    """The likely causes, or what to show so that one can be found."""
+    unaveraged = not_averaged(evidence)
+    if unaveraged:  # every other number is then that of device 0 alone
+        return unaveraged
+    found = [cause(evidence) for cause in _CAUSES]
+    return [text for text in found if text] or [not_visible(evidence)]
+
+
+def not_averaged(evidence: Evidence) -> list[str]:
+    """State leaves whose copies differ between the devices."""
+    state = [leaf for leaf in evidence.leaves if leaf.old is not None]
+    odd = [i for i, leaf in enumerate(state) if leaf.copies_differ]
+    if not odd or evidence.bodies is None:
+        return []
+    body, names = evidence.bodies[1], _names([state[i] for i in odd])
+    axis = body.axis
+    moved = [leaf for leaf in state if leaf.is_float and leaf.moved > 0]
+    if len(odd) < len(moved):
+        return [
+            f"not averaged: {names} of the new state come from each device's own rows. "
+            f"Average them before the step returns them (lax.pmean(..., {axis!r})), or "
+            f"give a BatchNorm layer axis_name={axis!r}"
+        ]
+    inside = ""
+    if dataflow.depends_on_other_devices(body, odd[0]):
+        inside = (
+            "lax.pmean inside the loss averages the loss, not its gradient, which is "
+            "still that of each device's own rows. "
+        )
+    return [
+        f"gradient not averaged: {names} differ between the devices after one step. "
+        f"{inside}Average after jax.grad and before the update: "
+        f"grads = lax.pmean(grads, {axis!r})"
+    ]
+
+
+def summed(evidence: Evidence) -> str | None:
+    """N times the gradient, or an Nth of it, in updates or in optimizer moments."""
+    ratio = evidence.counts[1] / evidence.counts[0]
+    factors = [(leaf.path, factor_of(leaf)) for leaf in evidence.wrong]
+    slack = 0.25 if any(leaf.redraw for leaf in evidence.leaves) else 0.01
+    for scale, words, fix in (
+        (ratio, "summed, not averaged", "lax.pmean where the step has lax.psum"),
+        (1 / ratio, "averaged twice", "divide by the number of devices once"),
+    ):
+        hits = [
+            f"{path} {factor:.3g} x"
+            for path, factor in factors
+            if factor and min(abs(factor / s - 1) for s in (scale, scale**2)) < slack
+        ]
+        if hits:
+            what = "gradient" if hits[0].startswith("state") else "output"
+            return f"{what} {scale:.2f} x: {words} ({_first(hits)}): {fix}"
+    return None
+
+
+def same_draws(evidence: Evidence) -> str | None:
+    """Random numbers for the rows that are the same on all devices."""
+    if evidence.bodies is None:
+        return None
+    draws = dataflow.row_draws(*evidence.bodies)
+    same = [shape for shape, differs in draws if not differs]
+    if not same:
+        return None
+    axis = evidence.bodies[1].axis
+    return (
+        f"same mask on every device: {len(same)} of the step's random draws, first "
+        f"{list(same[0])}, use a key that is equal on all devices, so row i of each "
+        "shard gets the same numbers. Give the key as a further argument of the step "
+        "(it is folded with the device's number), fold it yourself, "
+        f"lockstep.device_key(key, {axis!r}), or use parallelize"
+    )
+
+
+def clipped_early(evidence: Evidence) -> str | None:
+    """Clipping of each device's own gradient, which is not that of the average."""
+    if evidence.bodies is None:
+        return None
+    body = evidence.bodies[1]
+    if not dataflow.clips_before_averaging(body):
+        return None
+    return (
+        "clipped before averaging: each device limits the gradient of its own rows, "
+        "and the mean of clipped gradients is not the clipped mean. First grads = "
+        f"lax.pmean(grads, {body.axis!r}), then clip (the optimizer's "
+        "clip_by_global_norm, or clip_norm= of make_train_step)"
+    )
+
+
+def batch_norm_scope(evidence: Evidence) -> str | None:
+    """Running variances below those of the whole batch."""
+    if evidence.bodies is None:
+        return None
+    for leaf in evidence.wrong:
+        if leaf.old is None or not _VARIANCE.search(leaf.path.lower()):
+            continue
+        lower = leaf.got < leaf.want * (1 - 1e-5)
+        if (leaf.got >= 0).all() and (lower | np.isclose(leaf.got, leaf.want)).all():
+            i = np.unravel_index(np.argmax(leaf.want - leaf.got), leaf.want.shape)
+            axis = evidence.bodies[1].axis
+            return (
+                "BatchNorm scope: each device normalises with the statistics of its "
+                f"own rows ({leaf.path} is {leaf.got[i]:.4g} and over the whole batch "
+                f"{leaf.want[i]:.4g}: a mean of local variances leaves out how the "
+                "shards' means differ). Give the layer the axis of the mesh "
+                f"(axis_name={axis!r}), use parallelize, or stay with local statistics "
+                "on purpose"
+            )
+    return None
+
+
+def mean_of_means(evidence: Evidence) -> str | None:
+    """Uneven weights on the shards; with even ones the devices agree."""
+    if evidence.bodies is None:
+        return None
+    for uneven in uneven_weights(evidence.step, evidence.call, evidence.counts[1]):
+        if evidence.agrees(uneven.evened):
+            return (
+                f"mean of means: {_shards(uneven)}, each device (or microbatch) "
+                "divides by its own, and with even shards the difference is gone. "
+                "Divide once: the sum over all devices by the count over all devices, "
+                "lax.psum(total) / lax.psum(count); or return Mean.of(values, mask) "
+                "from the loss of make_train_step; or use parallelize"
+            )
+    return None
+
+
+def not_visible(evidence: Evidence) -> str:
+    """No cause was found: what is known, and what would show more."""
+    data = evidence.step, evidence.call, evidence.counts[1]
+    hints = [_shards(x) for x in uneven_weights(*data) if x.is_mask]
+    if evidence.bodies and evidence.agrees(equal_shards(*data)):
+        hints.append(
+            "with the same rows on every device the difference is gone, so something "
+            "is computed from each device's own rows: a mean over its own count, "
+            "statistics of a batch, or rows that meet (in-batch negatives)"
+        )
+    if any(leaf.redraw for leaf in evidence.leaves):
+        hints.append(
+            "the random masks depend on the number of devices, and without them more "
+            "would be seen"
+        )
+    known = f" What is known: {'; '.join(hints)}." if hints else ""
+    return (
+        f"the cause is not visible in the outputs.{known} Show the loss: return it and "
+        "its gradient as metrics of the step, or compare make_train_step(loss, "
+        "optimizer), and compare again"
+    )
+
+
+_CAUSES: tuple[Callable[[Evidence], str | None], ...] = (
+    summed,
+    same_draws,
+    clipped_early,
+    batch_norm_scope,
+    mean_of_means,
+)
+
+
+def factor_of(leaf: Leaf) -> float | None:
+    """By which number the change of a leaf is multiplied, if it is by one number.
+
+    A parameter after SGD is old - lr g, a moment is b old + (1 - b) g: with a gradient
+    c times as large it is `c want + d old` with another number d, found together by
+    least squares.
+    """
+    if leaf.verdict != "wrong" or leaf.got.shape != leaf.want.shape:
+        return None
+    want, got = (np.ravel(leaf.change(x)) for x in (leaf.want, leaf.got))
+    columns = [want]
+    if not np.isfinite(want).all() or not np.isfinite(got).all():
+        return None
+    if not leaf.is_float or not want.any():
+        return None
+    if leaf.old is not None and want.size > 2 and np.any(leaf.old):
+        columns.append(np.ravel(leaf.old))
+    for tried in (columns[:1], columns):
+        matrix = np.stack(tried, axis=1)
+        solution = np.linalg.lstsq(matrix, got, rcond=None)[0]
+        rest = np.linalg.norm(got - matrix @ solution)
+        slack = 0.5 if leaf.redraw else 0.01
+        if rest <= slack * np.linalg.norm(got):
+            return float(np.real(solution[0]))
+    return None
+
+
+def _shards(uneven: Uneven) -> str:
+    numbers = [f"{n:g}" for n in uneven.weights[:8]]
+    numbers[-1] = f"and {numbers[-1]}" if len(uneven.weights) <= 8 else "..."
+    listed = ", ".join(numbers[:-1]) + " " + numbers[-1]
+    return f"the shards have {listed} valid {uneven.unit}"
+
+
+def _names(leaves: list[Leaf]) -> str:
+    return _first([leaf.path for leaf in leaves])
+
+
+def _first(texts: list[str]) -> str:
+    more = f" and {len(texts) - 2} more" if len(texts) > 2 else ""
+    return ", ".join(texts[:2]) + more

@@ -1,0 +1,114 @@
+"""The report of `compare`: a table of outputs, a verdict, and likely causes."""
+
+import dataclasses
+import html
+import textwrap
+
+_HEAD = ("output", "verdict", "difference", "")
+_SHOWN = 30
+# In the order of what a reader must see first.
+_ORDER = ("wrong", "per device", "random", "no signal", "rounding", "equal")
+_MEANING = {
+    "per device": "one value a device, with no counterpart on one device: not compared",
+    "random": "each device folds the key with its own number, so masks depend on the "
+    "device count; the difference is no larger than another key makes",
+    "no signal": "rounding alone moves it as far as the step does: nothing to compare",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One output of the step.
+
+    Attributes:
+        path: its name, as `state['w']`.
+        verdict: "equal", "rounding", "no signal", "random", "per device" or "wrong".
+        difference: relative to the value on one device, in 2-norm.
+        note: what the numbers say, as `4.00 x`.
+    """
+
+    path: str
+    verdict: str
+    difference: float
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How a step on N devices compares with the same step on one.
+
+    Attributes:
+        devices: the two numbers of devices.
+        rows: one for each output.
+        causes: the likely causes, empty when nothing is wrong.
+        notes: what was changed for the comparison.
+    """
+
+    devices: tuple[int, int]
+    rows: tuple[Row, ...]
+    causes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Whether no output is wrong."""
+        return all(row.verdict != "wrong" for row in self.rows)
+
+    def __str__(self) -> str:
+        """The table, worst rows first when it is long, and the verdict."""
+        lines = [_HEAD, *(_cells(row) for row in self._shown())]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
+        table = [
+            "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        ]
+        text = [textwrap.fill(x, 88, subsequent_indent="  ") for x in self._summary()]
+        return "\n".join([*table, *text])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in _HEAD)
+        rows = [
+            "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row))
+            for row in self._shown()
+        ]
+        table = "".join(f"<tr>{row}</tr>" for row in (head, *rows))
+        text = "<br>".join(html.escape(line) for line in self._summary())
+        return f"<table>{table}</table><p>{text}</p>"
+
+    def _shown(self) -> list[Row]:
+        if len(self.rows) <= _SHOWN:
+            return list(self.rows)
+        return sorted(self.rows, key=lambda r: _ORDER.index(r.verdict))[:_SHOWN]
+
+    def _summary(self) -> list[str]:
+        lines = []
+        if len(self.rows) > _SHOWN:
+            lines.append(f"... and {len(self.rows) - _SHOWN} more outputs")
+        present = {row.verdict for row in self.rows}
+        lines += [
+            f"{name}: {text}" for name, text in _MEANING.items() if name in present
+        ]
+        return [*lines, *self.notes, self._verdict(), *map(_cause, self.causes)]
+
+    def _verdict(self) -> str:
+        few, many = self.devices
+        counts = f"{few} and {many} devices"
+        wrong = sum(row.verdict == "wrong" for row in self.rows)
+        if wrong:
+            return f"WRONG: {wrong} of {len(self.rows)} outputs differ between {counts}"
+        rounded = [r.difference for r in self.rows if r.verdict == "rounding"]
+        worst = (
+            f", differences up to {max(rounded):.1e} are rounding" if rounded else ""
+        )
+        return f"same: {counts} give the same{worst}"
+
+
+def _cells(row: Row) -> tuple[str, str, str, str]:
+    figure = "" if row.verdict in ("equal", "per device") else f"{row.difference:.1e}"
+    return row.path, row.verdict, figure, row.note
+
+
+def _cause(text: str) -> str:
+    return f"likely cause: {text}" if "not visible" not in text else text

@@ -1,0 +1,152 @@
+"""What one output of a step on N devices is, next to that of one device."""
+
+import dataclasses
+import functools
+import re
+
+import jax.numpy as jnp
+import numpy as np
+
+from lockstep.debug.comparing.noise import subtract, wide
+
+# 2-norm of a difference over that of the update, where no more is known: 1e-6 is some
+# 8 roundings of float32; a 16-bit number is itself rounded by half its tolerance.
+TOLERANCES = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 2**-6, "float16": 2**-9}
+# How much further than measured noise rounding may move a leaf: another order of a sum
+# rounds in more places than moved inputs do.
+NOISE_FACTOR = 10
+# Two draws differ from each other as much as from a third, give or take.
+REDRAW_FACTOR = 3
+# From this share of noise in an update it tells nothing.
+NO_SIGNAL = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One output leaf, on one device and on N.
+
+    Attributes:
+        path: its name.
+        want: on one device.
+        got: on N devices, in the same shape (or another, where that cannot be).
+        old: in the state before the step; `None` for other outputs.
+        copies_differ: whether the N devices hold different copies.
+        noise: how far moving the inputs by their last place moves it (2-norm).
+        redraw: how far another key moves it, where its masks depend on the device
+            count by design.
+        silent: whether the optimizer's moment of this parameter has no signal.
+        tolerance: the accepted relative difference; `None` chooses by type.
+    """
+
+    path: str
+    want: np.ndarray
+    got: np.ndarray
+    old: np.ndarray | None = None
+    copies_differ: bool = False
+    noise: float = 0.0
+    redraw: float = 0.0
+    silent: bool = False
+    tolerance: float | None = None
+
+    @functools.cached_property
+    def verdict(self) -> str:
+        """ "equal", "rounding", "no signal", "random", "per device" or "wrong"."""
+        if self.copies_differ:
+            return "wrong"
+        if self.got.shape != self.want.shape:
+            return "per device"
+        if np.array_equal(wide(self.want), wide(self.got), equal_nan=True):
+            return "equal"
+        if self.gap <= self._allowed():
+            return "rounding"
+        if self.gap <= NOISE_FACTOR * self.noise:
+            return "no signal" if self.noise > NO_SIGNAL * self.moved else "rounding"
+        if self.gap <= REDRAW_FACTOR * self.redraw:
+            return "random"
+        return "no signal" if self.silent else "wrong"
+
+    @functools.cached_property
+    def gap(self) -> float:
+        """2-norm of the difference; infinite where only one of both is finite."""
+        if self.got.shape != self.want.shape:
+            return float("inf")
+        want, got = wide(self.want), wide(self.got)
+        same = (want == got) | (np.isnan(want) & np.isnan(got))
+        norm = float(np.linalg.norm(np.where(same, 0, got - np.where(same, 0, want))))
+        return norm if np.isfinite(norm) else float("inf")
+
+    @functools.cached_property
+    def moved(self) -> float:
+        """2-norm of what the step did on one device: the update, or the output."""
+        return float(np.linalg.norm(np.nan_to_num(self.change(self.want))))
+
+    @property
+    def difference(self) -> float:
+        """The difference relative to the value, in 2-norm."""
+        size = float(np.linalg.norm(np.nan_to_num(wide(self.want))))
+        return self.gap / size if size else self.gap
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the leaf holds real or complex numbers of limited precision."""
+        return bool(jnp.issubdtype(self.want.dtype, jnp.inexact))
+
+    def change(self, new: np.ndarray) -> np.ndarray:
+        """An update: new - old for the state, the value itself for other outputs."""
+        return wide(new) if self.old is None else subtract(new, self.old)
+
+    def _allowed(self) -> float:
+        """The 2-norm that rounding explains without a measurement."""
+        if not self.is_float:
+            return 0.0
+        kind = str(jnp.finfo(self.want.dtype).dtype)
+        eps = float(jnp.finfo(self.want.dtype).eps)
+        tolerance = self.tolerance or TOLERANCES.get(kind, 8 * eps)
+        stored = 0.0  # a new parameter is rounded to its own last place
+        if self.old is not None:
+            stored = eps * float(np.linalg.norm(np.nan_to_num(wide(self.want))))
+        return tolerance * self.moved + stored
+
+
+def with_silence(leaves: list[Leaf]) -> list[Leaf]:
+    """Mark the wrong parameters whose moments have no signal.
+
+    Adam and Lion make a full step of a gradient that is rounding alone. Its sign may be
+    the same in all trials by chance; its size, which is in the moment, is not.
+    """
+    silent = [leaf for leaf in leaves if leaf.verdict == "no signal"]
+    return [
+        dataclasses.replace(leaf, silent=True)
+        if leaf.verdict == "wrong" and any(_same_parameter(leaf, x) for x in silent)
+        else leaf
+        for leaf in leaves
+    ]
+
+
+def _same_parameter(a: Leaf, b: Leaf) -> bool:
+    """Whether two leaves of a state belong to one parameter: all keys but the first.
+
+    `state[0]['w']['bias']` and `state[1].mu['w']['bias']` do.
+    """
+    key = re.sub(r"^\w+(\[\w+\]|\.\w+)", "", a.path)
+    return a.old is not None and a.want.shape == b.want.shape and b.path.endswith(key)
+
+
+def align(want: np.ndarray, got: np.ndarray, counts: tuple[int, int]) -> np.ndarray:
+    """What the device view returns on N devices, in the shape that it has on one.
+
+    There an array that is not in the state has one row a device: `[N, b, ...]` may be
+    the rows `[1, N b, ...]` of the whole batch, with padding at the end, or N times
+    the same value. Otherwise it stays as it is.
+    """
+    few, many = counts
+    if want.ndim == 0 or want.ndim != got.ndim:
+        return got
+    if want.shape[0] == few and got.shape[0] == many and want.ndim > 1:
+        whole = got.reshape(few, -1, *got.shape[2:])
+        if whole.shape[1] >= want.shape[1] > got.shape[1]:
+            return whole[:, : want.shape[1]]
+    if got.shape[0] == many and got.shape[1:] == want.shape[1:] and few == 1:
+        first = got[:1]
+        return first if (got == first).all() else got
+    return got[: len(want)]

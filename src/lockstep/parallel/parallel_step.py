@@ -1,0 +1,199 @@
+"""`ParallelStep`: a step on all devices of a mesh, called like the user's function.
+
+It places what comes from the host, donates the state of train steps, keeps at most
+two calls in flight, and puts outputs back on the caller's mesh.
+"""
+
+import dataclasses
+import inspect
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from lockstep import first_step, placement
+from lockstep.compiles import CompileLog
+from lockstep.parallel import program
+from lockstep.parallel.arguments import Placer
+from lockstep.parallel.last_call import LastCall
+from lockstep.parallel.options import Options
+from lockstep.parallel.padding import PaddingCheck
+from lockstep.parallel.run_ahead import RunAhead
+from lockstep.parallel.static_leaves import unwrap, wrap
+from lockstep.parallel.views import DeviceView, global_view
+from lockstep.replicas import check_replicas
+
+
+class ParallelStep:
+    """A step on all devices of a mesh; made by `parallelize` and `per_device`.
+
+    Attributes:
+        fn: the user's function.
+        view: "global" or "device".
+        mesh: the caller's mesh, on which all outputs lie.
+        axis_name: the mesh axis that splits the rows of a batch.
+        batch_argnums: the arguments that are split by rows.
+        remainder: what happens to rows that do not divide.
+        compiles: the log of compiles.
+    """
+
+    def __init__(self, options: Options, *, compare_replicas: bool = True) -> None:
+        """Nothing is placed or traced yet."""
+        self.fn, self.mesh = options.fn, options.mesh
+        self.view = "global" if options.device_axis is None else "device"
+        self.axis_name = options.row_axis
+        self.batch_argnums = options.batch_argnums
+        self.remainder = options.remainder
+        self.compiles = CompileLog(getattr(self.fn, "__name__", type(self.fn).__name__))
+        self._options = options
+        self._programs: dict[Any, program.Program] = {}
+        self._strong: dict[Any, dict[int, Any]] = {}
+        self._last_call: LastCall | None = None
+        self._run_ahead = RunAhead()
+        self._padding_check = PaddingCheck(self.batch_argnums)
+        self._compare_replicas = compare_replicas
+        self._placer = Placer(
+            self.mesh,
+            self.axis_name,
+            remainder=self.remainder,
+            multiple=getattr(self.fn, "accumulate", 1),
+            allow_unsplit=self.view == "global",
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step; returns as soon as it is dispatched."""
+        last = self._last_call
+        if last and not kwargs and last.is_like((*args, {}), self._key_shapes(args)):
+            return self._finish(last.program, last.program.run(*args, {}))
+        first_step.present(self, args, kwargs)
+        placed = self._place(args, kwargs)
+        if not self._padding_check.done:
+            self._padding_check(self._run, placed)
+        return self._run(placed)
+
+    def place_state(self, state: Any) -> Any:
+        """The state on the mesh: host leaves are copied, placed leaves stay."""
+        state = self._placer.state(state, self._options.name(0))
+        if not self._strong:
+            return state
+        strong = self._strong.get(jax.tree.structure(wrap(state)), {})
+        return program.strengthen(state, strong)
+
+    def place_batch(self, batch: Any) -> Any:
+        """One batch on the mesh, by the step's `remainder` (`None`: all dropped)."""
+        return self._placer.batch(batch)
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows left out so far under `remainder="drop"`."""
+        return self._placer.dropped_rows
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.stages.Lowered` of the step for these arguments, for inspection."""
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.stages.Traced` of the step for these arguments, with its jaxpr."""
+        placed = wrap(self._place(args, kwargs))
+        shapes = self._key_shapes(placed[:-1])
+        return self._program(placed, shapes).run.trace(*placed)
+
+    def on(self, mesh: Mesh, *, compare_replicas: bool = True) -> "ParallelStep":
+        """The same function on another mesh; this step donates nothing.
+
+        Args:
+            mesh: the other devices.
+            compare_replicas: whether the first call compares the replicas of the state.
+        """
+        options = dataclasses.replace(self._options, mesh=mesh, donate_argnums=())
+        return ParallelStep(options, compare_replicas=compare_replicas)
+
+    def wait(self) -> None:
+        """Wait until every step that was dispatched has run."""
+        self._run_ahead.wait()
+
+    def _place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments on the mesh; the last one is the dict of keyword arguments."""
+        if kwargs and self._options.parameters:
+            bound = inspect.signature(self.fn).bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        if self.batch_argnums and max(self.batch_argnums) >= len(args):
+            raise TypeError(
+                f"the step got {len(args)} positional arguments, and batch_argnums="
+                f"{self.batch_argnums} names the batch among them: give the batch, or "
+                "set batch_argnums (0 for a function of the batch alone, () for none)"
+            )
+        place = self._placer.other
+        keywords = {name: place(value, name) for name, value in kwargs.items()}
+        return (*(self._place_one(i, arg) for i, arg in enumerate(args)), keywords)
+
+    def _place_one(self, i: int, argument: Any) -> Any:
+        name = self._options.name(i)
+        if i == self._options.state_argnum:
+            return self.place_state(argument)
+        if i not in self.batch_argnums:
+            return self._placer.other(argument, name)
+        placed = self._placer.batch(argument, name)
+        if placed is None:
+            raise ValueError(
+                f"{name} has {placement.count_rows(argument)} rows, and remainder="
+                f"'drop' leaves none on {self.mesh.shape[self.axis_name]} devices: "
+                "skip this batch, or use remainder='pad'"
+            )
+        return placed
+
+    def _run(self, placed: tuple[Any, ...]) -> Any:
+        """Run one step on placed arguments, compiling it where they are new."""
+        if not self._placer.is_placed(jax.tree.leaves(placed)):
+            placed = wrap(placed)  # what is on no device is static
+        shapes = self._key_shapes(placed[:-1])
+        current = self._program(placed, shapes)
+        if current.strong:
+            placed = (program.strengthen(placed[0], current.strong), *placed[1:])
+        if self._padding_check.done or self.remainder != "pad":
+            self._last_call = LastCall.of(placed, current, shapes)
+        started, compiled = time.perf_counter(), self.compiles.count
+        results = current.run(*placed)
+        if self.compiles.count > compiled:
+            self.compiles.finish(time.perf_counter() - started)
+        return self._finish(current, results)
+
+    def _finish(self, current: program.Program, results: tuple[Any, Any]) -> Any:
+        """The user's outputs; bounds the run-ahead and compares replicas once."""
+        outputs, token = results
+        if current.static_outputs:
+            outputs = unwrap(outputs)
+        if self._compare_replicas and current.view and current.view.suspects:
+            self._compare_replicas = False
+            check_replicas(current.state_of(outputs), name=self._options.name(0))
+        self._run_ahead.add(current.readable(outputs) if token is None else token)
+        return outputs
+
+    def _program(self, args: tuple[Any, ...], shapes: Any) -> program.Program:
+        """The program for this structure of arguments, built when it is new."""
+        key = (jax.tree.structure(args), shapes)
+        if key not in self._programs:
+            self._programs[key] = self._build(args)
+        return self._programs[key]
+
+    def _build(self, args: tuple[Any, ...]) -> program.Program:
+        options = self._options
+        names = (*(options.name(i) for i in range(len(args) - 1)), "keywords")
+        view = DeviceView(options, names) if self.view == "device" else None
+        built = program.build(
+            view or global_view(options), args, options, names, self.compiles
+        )
+        if built.strong:
+            self._strong[jax.tree.structure(args[0])] = built.strong
+        built.view = view
+        return built
+
+    def _key_shapes(self, args: tuple[Any, ...]) -> Any:
+        """First axes that decide how other arguments are split in the device view."""
+        special = (self._options.state_argnum, *self.batch_argnums)
+        if self.view == "global" or len(args) <= len(special):
+            return ()
+        others = [arg for i, arg in enumerate(args) if i not in special]
+        return tuple(np.shape(x)[:1] for x in jax.tree.leaves(others))
