@@ -113,6 +113,22 @@ def test_a_weak_leaf_that_comes_back_strong_compiles_once(mesh_of):
     assert step.compiles.count == 1
 
 
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_in_the_state_moves_on(mesh_of, make):
+    def step(state, batch):
+        key, draw = jax.random.split(state["key"])
+        return {"key": key}, batch.sum() * jax.random.uniform(draw)
+
+    state, want = {"key": make(0)}, {"key": make(0)}
+    parallel = parallelize(step, mesh_of(4))
+    for _ in range(2):
+        state, got = parallel(state, np.ones(4, np.float32))
+        want, expected = jax.jit(step)(want, np.ones(4, np.float32))
+        assert float(got) == float(expected)
+    assert_same(state, want, 0.0)
+    assert parallel.compiles.count == 1
+
+
 def test_a_strong_leaf_that_comes_back_weak_compiles_once(mesh_of):
     step = parallelize(lambda s, b: (jnp.where(b.sum() > 0, 1.0, 2.0), b), mesh_of(2))
     state = jnp.float32(3)

@@ -82,7 +82,7 @@ def build(
 
     donated = options.donate_argnums
     if donated is None:
-        donated = (at,) if state_at else ()
+        donated = () if at is None or not state_at else (at,)
     layout = _layout(out, state, state_at, options.mesh)
     return Program(
         run=jax.jit(outer, donate_argnums=donated, out_shardings=(layout, None)),
@@ -173,8 +173,9 @@ def _state_in(outputs: Any, state_at: str | None) -> Any:
 
 def _describe(leaf: jax.Array) -> jax.ShapeDtypeStruct:
     """All about a leaf but its values, which a program must not keep alive."""
+    weak = getattr(leaf, "weak_type", False)  # keys have none
     return jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
+        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak
     )
 
 
