@@ -51,10 +51,11 @@ def first_mismatch(
     state: Any, *, tolerance: float = 0.0, name: str = "state"
 ) -> str | None:
     """What differs first, in words, or `None` when all copies agree."""
-    groups: dict[Mesh, list[tuple[str, jax.Array]]] = {}
+    groups: dict[Any, list[tuple[str, Any]]] = {}
     for path, leaf in named_leaves(state, name):
-        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-            groups.setdefault(leaf.sharding.mesh, []).append((path, leaf))
+        where = getattr(leaf, "sharding", None)
+        if isinstance(leaf, jax.Array) and isinstance(where, NamedSharding):
+            groups.setdefault(where.mesh, []).append((path, leaf))
     for mesh, leaves in groups.items():
         specs = tuple(leaf.sharding.spec for _, leaf in leaves)
         digests = np.asarray(_digests(mesh, specs)([leaf for _, leaf in leaves]))
@@ -161,7 +162,8 @@ def _as_numpy(shard: jax.Array) -> np.ndarray:
 def _bits_differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Where two arrays hold other bits; NaN equals NaN, 0.0 differs from -0.0."""
     if np.iscomplexobj(a):
-        return _bits_differ(a.real, b.real) | _bits_differ(a.imag, b.imag)
+        parts = ((np.real(a), np.real(b)), (np.imag(a), np.imag(b)))
+        return np.logical_or(*(_bits_differ(x, y) for x, y in parts))
     unsigned = np.dtype(f"u{a.dtype.itemsize}")
     both_nan = (a != a) & (b != b)
     differ = np.ascontiguousarray(a).view(unsigned) != np.ascontiguousarray(b).view(

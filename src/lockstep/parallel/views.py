@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
@@ -310,7 +311,7 @@ def _check_mutations(arg: Any, before: list[Any], out: Any) -> None:
     """Find values that the step changed in place and did not return."""
     known = {id(x) for x in before} | {id(x) for x in jax.tree.leaves(out)}
     for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
-        if isinstance(leaf, jax.core.Tracer) and id(leaf) not in known:
+        if isinstance(leaf, Tracer) and id(leaf) not in known:
             raise ValueError(
                 f"the step changed {type(arg).__name__}{jax.tree_util.keystr(path)} in "
                 "place and did not return it, so the change is lost: return what the "

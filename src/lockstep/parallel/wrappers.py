@@ -102,7 +102,7 @@ def per_device(
                 "this train step sees the whole batch: use parallelize(step), or make "
                 f"it with make_train_step(..., axis_name={axis_name!r})"
             )
-        axis_name = fn.axis_name
+        axis_name = fn.axis_name or axis_name
     if remainder == "unsplit":
         raise ValueError(
             "remainder='unsplit' gives every device the whole short batch, which the "
