@@ -22,10 +22,11 @@ def check(paths: Iterable[Path | str]) -> list[Finding]:
     """
     modules = [Module(read(file)) for file in find_files(map(Path, paths))]
     link(modules)
-    return [finding for module in modules for finding in _check_module(module)]
+    return [finding for module in modules for finding in check_module(module)]
 
 
-def _check_module(module: Module) -> list[Finding]:
+def check_module(module: Module) -> list[Finding]:
+    """Everything there is to say about one module of a linked program."""
     found = {*_unread(module.source)}
     for rule in RULES:
         for where, text in rule.ask(module):

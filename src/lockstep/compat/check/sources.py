@@ -125,7 +125,7 @@ def _read_notebook(path: Path) -> Source:
     texts: list[str] = []
     for cell, starts in zip(cells, _json_lines(path, cells), strict=True):
         first = len(source.lines) + 1
-        text = cell.text if cell.is_code else ""
+        text = cell.text if cell.is_code else "\n" * cell.text.count("\n")
         python, commands = split_commands(text)
         source.commands += [(first + n - 1, line) for n, line in commands]
         if not cell.is_code:

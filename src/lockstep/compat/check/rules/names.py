@@ -118,7 +118,7 @@ def _misspelt(dotted: str) -> str:
         if found is _MISSING:
             rows = (row.rpartition(".") for row in NAMES)
             known = [*dir(owner), *(name for base, _, name in rows if base == path)]
-            near = difflib.get_close_matches(part, known, 1, cutoff=0.85)
+            near = difflib.get_close_matches(part, known, 1, cutoff=0.8)
             return f"{path}.{near[0]}" if near else ""
         path, owner = f"{path}.{part}", found
     return ""

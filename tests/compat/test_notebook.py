@@ -1,0 +1,36 @@
+"""Lines of a notebook that are no Python."""
+
+import pytest
+
+from lockstep.compat.notebook import is_python, split_commands
+
+
+@pytest.mark.parametrize(
+    ("text", "python", "commands"),
+    [
+        ("x = 1\ny = 2", "x = 1\ny = 2", []),
+        ("%pip install flax\nx = 1", "pass\nx = 1", [1]),
+        ("!echo it's (", "pass", [1]),
+        ("x?\n?y\nz??", "pass\npass\npass", [1, 2, 3]),
+        ("files = !ls\nn = %time 3", "pass\npass", [1, 2]),
+        ("if x:\n    !ls\n    y = 1", "if x:\n    pass\n    y = 1", [2]),
+        ("!pip install a \\\n  b\nx = 1", "pass\n\nx = 1", [1, 2]),
+        ("%%time\nx = 1", "pass\nx = 1", [1]),
+        ("%%bash\nls\nif [", "\n\n", [1]),
+        # What only looks like a command:
+        ("x = (7\n% 2)", "x = (7\n% 2)", []),
+        ("x = (7\n% 2)\n!ls", "x = (7\n% 2)\npass", [3]),
+        ("x = 7 \\\n% 2\n!ls", "x = 7 \\\n% 2\npass", [3]),
+        ('t = """\n%d\n!x\n"""\n%pip list', 't = """\n%d\n!x\n"""\npass', [5]),
+        ("# %pip list\n!ls", "# %pip list\npass", [2]),
+        # What is no Python either way stays for the error to name:
+        ("x = (\n", "x = (\n", []),
+    ],
+)
+def test_commands_are_taken_out_line_by_line(text, python, commands):
+    found, lines = split_commands(text)
+    assert found == python
+    assert [number for number, _ in lines] == commands
+    assert found.count("\n") == text.count("\n")
+    if commands:
+        assert is_python(found)
