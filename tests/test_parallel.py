@@ -340,7 +340,7 @@ def test_a_step_with_pmean_is_sent_to_per_device(mesh_of):
 
 def test_a_name_error_of_the_users_own_stays_one(mesh_of):
     with pytest.raises(NameError, match="undefined_name"):
-        parallelize(lambda w, b: undefined_name, mesh_of(2))(0.0, np.ones(2))  # noqa: F821
+        parallelize(lambda w, b: undefined_name, mesh_of(2))(0.0, np.ones(2))  # noqa: F821 # pyright: ignore
 
 
 @pytest.mark.parametrize(
