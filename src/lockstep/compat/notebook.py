@@ -51,7 +51,7 @@ def read_cells(path: Path) -> list[Cell]:
 def compile_cells(path: str) -> Iterator[CodeType]:
     """The code cells of a notebook, each compiled when the one before has run.
 
-    In tracebacks a cell is called `guide.ipynb[cell 3]`, and its lines are shown.
+    In tracebacks a cell is called `guide.ipynb[cell 3]`; Python 3.13 shows its lines.
 
     Raises:
         ValueError: the file is not a notebook of format 4.
@@ -112,7 +112,7 @@ def is_python(text: str) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd escapes
             ast.parse(text)
-    except SyntaxError:
+    except (SyntaxError, RecursionError, MemoryError):
         return False
     return True
 

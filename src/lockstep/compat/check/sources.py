@@ -173,6 +173,8 @@ def _tree(text: str) -> ast.Module | SyntaxError:
             return ast.parse(text)
     except SyntaxError as error:
         return error
+    except (RecursionError, MemoryError):  # how Python says so differs by version
+        return SyntaxError("nested too deeply for this Python")
 
 
 def _parse(source: Source, python: str) -> None:
