@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from stepping import VIEWS, make, on_mesh
 
-from lockstep.accumulate import sum_gradients
 from lockstep.metrics import Mean
-from lockstep.outcome import Outcome
+from lockstep.step.accumulate import sum_gradients
+from lockstep.step.outcome import Outcome
 
 
 def objective(params, model_state, batch, key):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lockstep.gradients import average, clip, global_norm
+from lockstep.step.gradients import average, clip, global_norm
 
 
 def test_the_norm_is_taken_in_32_bits():

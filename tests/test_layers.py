@@ -23,8 +23,7 @@ LAYERS = tuple(
         # 1: values on devices
         """sharding placement rng metrics compiles varying replicas""",
         # 2: one step: the train step, then any step on all devices
-        """reduce scaling train_state loss rows outcome accumulate gradients
-        model_state step first_step parallel""",
+        """reduce step first_step parallel""",
         # 3: data in, numbers out
         """data evaluation writers""",
         # 4: many steps

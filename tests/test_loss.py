@@ -9,9 +9,9 @@ import optax
 import pytest
 from stepping import make, mlp_params
 
-from lockstep.loss import Loss, describe
 from lockstep.metrics import Mean
 from lockstep.step import make_train_step
+from lockstep.step.loss import Loss, describe
 
 
 def plain(params, batch): ...

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.placement import MaskedBatch
-from lockstep.rows import open_batch, split_microbatches
+from lockstep.step.rows import open_batch, split_microbatches
 
 X = np.arange(8.0).reshape(4, 2)
 PADDING = np.array([1, 1, 1, 0], np.float32)

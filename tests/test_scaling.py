@@ -9,7 +9,7 @@ from same import assert_same
 from stepping import VIEWS, gradient, make, on_mesh
 
 from lockstep.metrics import compute
-from lockstep.scaling import DynamicScale, move, start
+from lockstep.step.scaling import DynamicScale, move, start
 
 
 class TestLossScale:

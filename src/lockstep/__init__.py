@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from lockstep.parallel import parallelize, per_device
     from lockstep.placement import pad_batch, replicate, shard_batch, to_host
     from lockstep.rng import device_key, step_key
-    from lockstep.step import make_train_step
-    from lockstep.train_state import TrainState
+    from lockstep.step import TrainState, make_train_step
 
 _NAMESPACES = (
     "callbacks",
@@ -56,7 +55,7 @@ _NAMESPACES = (
 
 _HOMES = {
     "Mean": "metrics",
-    "TrainState": "train_state",
+    "TrainState": "step",
     "Trainer": "loop",
     "describe_devices": "devices",
     "device_key": "rng",

@@ -17,7 +17,7 @@ from jax.extend import core
 from lockstep import tree
 from lockstep.debug.comparing.trials import Call, Trial, as_numbers
 from lockstep.parallel.views import key_shape
-from lockstep.train_state import TrainState
+from lockstep.step import TrainState
 from lockstep.varying import equations
 
 ROUNDS = 4  # of a single number, two could agree by chance

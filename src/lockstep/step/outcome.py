@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from lockstep import tree
-from lockstep.loss import Loss, describe
 from lockstep.metrics import Mean, is_value, join
 from lockstep.reduce import widen
-from lockstep.rows import Rows, open_batch
-from lockstep.train_state import keep_types
+from lockstep.step.loss import Loss, describe
+from lockstep.step.rows import Rows, open_batch
+from lockstep.step.train_state import keep_types
 
 # The names of the metrics that a train step adds.
 ADDED = ("loss", "grad_norm", "loss_scale", "skipped")

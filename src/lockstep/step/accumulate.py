@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from lockstep.metrics import Mean
-from lockstep.outcome import Outcome
 from lockstep.reduce import widen
-from lockstep.rows import split_microbatches
+from lockstep.step.outcome import Outcome
+from lockstep.step.rows import split_microbatches
 
 # (params, model_state, batch, key) -> what is differentiated, and the sums
 Objective = Callable[[Any, Any, Any, Any], tuple[jax.Array, Outcome]]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from lockstep import tree
 from lockstep.reduce import widen
-from lockstep.scaling import ScaleState
+from lockstep.step.scaling import ScaleState
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,125 @@
+"""`make_train_step`: its options, checked."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from lockstep.step.loss import Loss
+from lockstep.step.scaling import DynamicScale, read_loss_scale
+from lockstep.step.train_step import TrainStep
+
+
+def make_train_step(
+    loss: Callable[..., Any],
+    optimizer: Any,
+    *,
+    model_state: bool = False,
+    axis_name: str | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    loss_scale: DynamicScale | float | str | None = None,
+    ema: float | None = None,
+    remat: bool | Callable[..., Any] = False,
+    batch_norm: str | None = None,
+    mask: str | None = "mask",
+) -> TrainStep:
+    """Make the training step of a loss and an optimizer.
+
+    The step averages by sums and counts, so that microbatches and devices with unequal
+    numbers of rows or tokens give what one device gives on the whole batch.
+
+    Args:
+        loss: `(params, batch[, key])` to `loss` or `(loss, metrics)`; with
+            `model_state=True` `(params, model_state, batch[, key])` to
+            `loss, (metrics, model_state)`. The loss is a scalar (the mean of its
+            rows), one value a row `[B]`, or `Mean(total, count)`; so is each metric in
+            the (nested) dict `metrics`.
+        optimizer: an optax `GradientTransformation`.
+        model_state: whether the loss carries a state of its own, as BatchNorm does.
+        axis_name: `None` for the global view; the mesh axis for the device view, where
+            the step sees one shard and reduces once, after accumulation.
+        accumulate: how many microbatches make one step; rows must divide by it.
+        clip_norm: the greatest global norm of the averaged gradient.
+        loss_scale: `"dynamic"` or a `DynamicScale` for float16, which skips steps whose
+            gradients are not finite; a number for a fixed scale, which never skips.
+        ema: the decay of a moving average of the parameters, kept in float32.
+        remat: recompute activations in the backward pass; a function is the policy of
+            `jax.checkpoint`.
+        batch_norm: `"local"` allows, in the device view, statistics of each device's
+            own rows; they are averaged over the devices.
+        mask: where a batch that is a dict holds its mask. A mask `[B]` weighs the rows
+            of scalars and of `[B]` values; a finer one is for the loss to use, with
+            `Mean.of(values, mask)`.
+
+    Returns:
+        A `TrainStep`; `TrainStep.init` makes its state.
+
+    Raises:
+        TypeError: the loss, the optimizer or an option is of the wrong kind.
+        ValueError: an option is out of range.
+
+    Example:
+        >>> import optax
+        >>> def loss(params, batch):
+        ...     return (params["w"] * batch["x"] - batch["y"]) ** 2
+        >>> step = make_train_step(loss, optax.sgd(0.1))
+        >>> state = step.init({"w": jnp.zeros(())})
+        >>> batch = {"x": jnp.array([1.0, 2.0]), "y": jnp.array([1.0, 2.0])}
+        >>> state, metrics = jax.jit(step)(state, batch)
+        >>> f"{metrics['loss']:.2f} {state.params['w']:.2f}"
+        '2.50 0.50'
+    """
+    for name in ("init", "update"):
+        if not callable(getattr(optimizer, name, None)):
+            raise TypeError(
+                f"the optimizer is {type(optimizer).__name__} without {name}(): give "
+                "an optax GradientTransformation such as optax.adamw(1e-3)"
+            )
+    _check_options(axis_name, accumulate, clip_norm, ema, batch_norm, model_state)
+    if remat is True or callable(remat):
+        policy = remat if callable(remat) else None
+        read = Loss.read(loss, model_state)
+        read = dataclasses.replace(read, fn=jax.checkpoint(loss, policy=policy))
+    else:
+        read = Loss.read(loss, model_state)
+    return TrainStep(
+        loss=read,
+        optimizer=optimizer,
+        axis_name=axis_name,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        loss_scale=read_loss_scale(loss_scale),
+        ema=ema,
+        batch_norm=batch_norm,
+        mask=mask,
+    )
+
+
+def _check_options(
+    axis_name: Any,
+    accumulate: Any,
+    clip_norm: Any,
+    ema: Any,
+    batch_norm: Any,
+    model_state: bool,
+) -> None:
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise TypeError(f"axis_name={axis_name!r} is not the name of a mesh axis")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
+        raise TypeError(f"accumulate={accumulate!r} is not a number of microbatches")
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate}; a step has 1 microbatch or more")
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        raise ValueError(f"clip_norm={clip_norm!r} must be above 0, or None")
+    if ema is not None and not 0 < ema < 1:
+        raise ValueError(f"ema={ema!r} is a decay between 0 and 1, such as 0.999")
+    if batch_norm not in (None, "local"):
+        raise ValueError(f"batch_norm={batch_norm!r} must be 'local' or None")
+    if batch_norm and (axis_name is None or not model_state):
+        raise ValueError(
+            "batch_norm='local' is for the device view of a loss with "
+            "model_state=True: in the global view BatchNorm sees the whole batch"
+        )
