@@ -235,6 +235,13 @@ class TestRenamedNames:
         assert ops.index_max(x, index, 4).tolist() == [[0, 1, 2], [4, 4, 5]]
         assert x[1, 0] == 3
 
+    def test_an_array_of_one_element_is_a_number(self):
+        one = jax.pmap(lambda v: v, devices=jax.devices()[:1])(np.array([3.0]))
+        assert (float(one), int(one), complex(one)) == (3.0, 3, 3 + 0j)
+        assert float(jnp.float32(0.5)) == 0.5
+        with pytest.raises(TypeError, match="one element"):
+            float(jnp.ones(2))
+
     def test_small_functions(self):
         x = np.array([[3, 1], [2, 4]])
         assert jnp.msort(x).tolist() == [[2, 1], [3, 4]]  # pyright: ignore

@@ -5,7 +5,7 @@
 # jaxlib has no type stubs, so that to pyright `jax.Device` is a variable.
 # pyright: reportInvalidTypeForm=false
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -98,6 +98,19 @@ def _buffers(array: jax.Array) -> list[DeviceBuffer]:
 
 device_buffers = property(_buffers, doc="Each device's part, in pmap's order.")
 device_buffer = property(lambda x: _buffers(x)[0], doc="The first device's part.")
+
+
+def _number_of(convert: Callable[[Any], Any]) -> Callable[[jax.Array], Any]:
+    def of(array: jax.Array) -> Any:
+        if array.size != 1:
+            raise TypeError(f"only an array of one element is a number, not {array}")
+        return convert(array.item())
+
+    return of
+
+
+# An array of one element was a number whatever its shape: `float(losses[:1])`.
+to_float, to_int, to_complex = map(_number_of, (float, int, complex))
 
 
 def pmean(tree: Any, axis_name: str = "batch") -> Any:

@@ -91,7 +91,8 @@ def _restore(undo: ExitStack, row: Name) -> None:
     owner = _owner(undo, path)
     if isinstance(owner, type):
         for concrete in owner.__subclasses__():  # what jax.Array's values really are
-            _set(undo, concrete, attribute, value)
+            if attribute in vars(concrete):
+                _set(undo, concrete, attribute, value)
         return
     if row.gone and attribute in vars(owner):
         return  # this JAX still has it

@@ -328,6 +328,9 @@ def _still_there() -> Iterator[Name]:
             compat = _COMPAT + name
             yield Name(f"{module}.{name}", Kind.CHANGED, compat, "", compat)
     yield Name("jax.Array.device", Kind.CHANGED, "x.device, or x.devices()")
+    for number in "float", "int", "complex":
+        conversion = f"{_ERA}to_{number}"
+        yield Name(f"jax.Array.__{number}__", Kind.CHANGED, "x.item()", "", conversion)
     for old, new in {
         "jax.host_id": "jax.process_index",
         "jax.host_count": "jax.process_count",
