@@ -22,7 +22,7 @@ from lockstep.callbacks.plot import Plot
 from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.stop import StopEarly, StopOnNonFinite
 from lockstep.callbacks.watch import CheckReplicas, Profile
-from lockstep.running import Callback
+from lockstep.loop.running import Callback
 
 __all__ = [
     "Callback",

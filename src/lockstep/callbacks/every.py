@@ -3,7 +3,7 @@
 from typing import Any
 
 from lockstep.loop import StepInfo
-from lockstep.running import Callback, checked, name_of
+from lockstep.loop.running import Callback, checked, name_of
 
 
 class Every:

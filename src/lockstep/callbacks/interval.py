@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.loop import StepInfo
 from lockstep.metrics import compute, is_mean, join
-from lockstep.parallel.parallel_step import MAX_IN_FLIGHT
+from lockstep.parallel.run_ahead import MAX_IN_FLIGHT
 
 MOST_HELD = 256
 

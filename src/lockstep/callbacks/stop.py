@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.loop import StepInfo
 from lockstep.metrics import join
-from lockstep.parallel.parallel_step import MAX_IN_FLIGHT
+from lockstep.parallel.run_ahead import MAX_IN_FLIGHT
 
 _log = logging.getLogger("lockstep")
 

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from lockstep import contract
-from lockstep.feed import Feed, rows_of
+from lockstep.loop import contract
+from lockstep.loop.feed import Feed, rows_of
+from lockstep.loop.running import Callback, Running, checked
+from lockstep.loop.step_keys import StepKeys
 from lockstep.metrics import compute
 from lockstep.notices import say_once
 from lockstep.parallel import as_parallel
-from lockstep.running import Callback, Running, checked
-from lockstep.step_keys import StepKeys
 
 
 @dataclass(slots=True, eq=False)

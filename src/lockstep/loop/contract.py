@@ -4,9 +4,9 @@ import inspect
 import re
 from typing import Any
 
+from lockstep.loop.running import name_of
 from lockstep.metrics import is_mean
 from lockstep.notices import say_once
-from lockstep.running import name_of
 from lockstep.tree import first_difference, is_array
 
 _KEY_NAME = re.compile("key|rng")
