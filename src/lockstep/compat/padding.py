@@ -46,7 +46,9 @@ def pad_shard_unpad(
     static_argnums, static_argnames = set(static_argnums), set(static_argnames)
 
     @wraps(wrapped)
-    def on_any_rows(*args: Any, min_device_batch: int | None = None, **kwargs: Any) -> Any:
+    def on_any_rows(
+        *args: Any, min_device_batch: int | None = None, **kwargs: Any
+    ) -> Any:
         batches = [a for i, a in enumerate(args) if i not in static_argnums]
         named = {k: v for k, v in kwargs.items() if k not in static_argnames}
         rows, devices = count_rows((batches, named)), jax.local_device_count()
@@ -62,7 +64,9 @@ def pad_shard_unpad(
             return x.reshape(-1, *x.shape[2:])[:rows]
 
         padded = iter(jax.tree.map(pad, batches))
-        args = tuple(a if i in static_argnums else next(padded) for i, a in enumerate(args))
+        args = tuple(
+            a if i in static_argnums else next(padded) for i, a in enumerate(args)
+        )
         out = wrapped(*args, **kwargs | jax.tree.map(pad, named))
         return out if static_return else jax.tree.map(unpad, out)
 

@@ -7,11 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_map_with_path
 
-AXIS = "devices"
+from lockstep.compat.mapping.shards import stacked
 
 
 def device_put_replicated(x: Any, devices: Sequence[jax.Device]) -> Any:
@@ -86,16 +84,21 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
 
 
 def replicate(
-    tree: Any, devices: Sequence[jax.Device] | None = None, axis_name: str = AXIS
+    tree: Any, devices: Sequence[jax.Device] | None = None, axis_name: str = "batch"
 ) -> Any:
     """`device_put_replicated` onto this process's devices, in `pmap`'s order.
+
+    Args:
+        tree: a tree of arrays, numbers and keys.
+        devices: onto these instead.
+        axis_name: what the mesh calls the device axis.
 
     Example:
         >>> replicate({"lr": 0.1})["lr"].shape
         (8,)
     """
-    del axis_name  # part of Flax's signature, where it names an axis nobody sees
-    return device_put_replicated(tree, devices or jax.local_devices())
+    devices = tuple(devices or jax.local_devices())
+    return jax.tree.map(lambda x: _stack([x] * len(devices), devices, axis_name), tree)
 
 
 def unreplicate(tree: Any) -> Any:
@@ -119,7 +122,7 @@ def prefetch_to_device(
     iterator: Iterable[Any],
     size: int,
     devices: Sequence[jax.Device] | None = None,
-    axis_name: str = AXIS,
+    axis_name: str = "batch",
 ) -> Iterator[Any]:
     """Stacked batches from the host, put on the devices `size` batches ahead.
 
@@ -127,7 +130,7 @@ def prefetch_to_device(
         iterator: yields trees of arrays `[N, ...]`, one row a device.
         size: how many batches wait on the devices; 2 overlaps copying with computing.
         devices: N devices; default those of this process, in `pmap`'s order.
-        axis_name: unused; part of Flax's signature.
+        axis_name: what the mesh calls the device axis.
 
     Raises:
         ValueError: a leaf has another number of rows than there are devices.
@@ -136,9 +139,8 @@ def prefetch_to_device(
         >>> [b["x"].shape for b in prefetch_to_device([{"x": np.ones((8, 4))}], 2)]
         [(8, 4)]
     """
-    del axis_name
-    devices = devices or jax.local_devices()
-    sharding = _rows_on(devices)
+    devices = tuple(devices or jax.local_devices())
+    sharding = stacked(devices, name=axis_name)
 
     def put(path: Any, leaf: Any) -> jax.Array:
         if leaf.shape[:1] != (len(devices),):
@@ -220,9 +222,11 @@ def onehot(
     return jnp.where(hot, on_value, off_value).astype(jnp.float32)
 
 
-def _stack(rows: Sequence[Any], devices: Sequence[jax.Device]) -> jax.Array:
+def _stack(
+    rows: Sequence[Any], devices: Sequence[jax.Device], axis_name: str = "batch"
+) -> jax.Array:
     """Row i on device i; all rows are alike."""
-    kind, sharding = _kind(rows[0]), _rows_on(devices)
+    kind, sharding = _kind(rows[0]), stacked(tuple(devices), name=axis_name)
     if kind.weak_type:  # assembled from pieces it would come out strong
         first = [jax.device_put(row, devices[0]) for row in rows]
         return jax.device_put(jnp.stack(first), sharding)
@@ -249,14 +253,10 @@ def _own(leaf: Any, device: jax.Device) -> Any:
 def _kind(leaf: Any) -> Any:
     """Shape, dtype and weakness."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise TypeError(f"{leaf} describes an array and has no values to put on a device")
+        raise TypeError(
+            f"{leaf} describes an array and has no values to put on a device"
+        )
     return jax.typeof(leaf)
-
-
-def _rows_on(devices: Sequence[jax.Device]) -> NamedSharding:
-    if len(set(devices)) < len(devices):
-        raise ValueError(f"every device holds one row, and {devices} names one twice")
-    return NamedSharding(Mesh(np.asarray(devices), (AXIS,)), P(AXIS))
 
 
 def _first_row(path: Any, leaf: Any) -> Any:

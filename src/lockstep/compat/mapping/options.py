@@ -44,6 +44,13 @@ class Options:
         rest = self.static, self.donated, self.devices, self.backend, self.axis_size
         return self.axis_name, *trees, *rest
 
+    @property
+    def mapped_in_axes(self) -> Any:
+        """`in_axes` without the entries of the static arguments."""
+        if not (self.static and isinstance(self.in_axes, tuple)):
+            return self.in_axes
+        return tuple(a for i, a in enumerate(self.in_axes) if i not in self.static)
+
     def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The mapped arguments, and the static ones."""
         if not self.static:
@@ -125,11 +132,8 @@ def input_axes(
     options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int | None, ...]:
     """The mapped axis of every leaf of `(args, kwargs)`, static arguments left out."""
-    axes = options.in_axes
-    if options.static and isinstance(axes, tuple):
-        axes = tuple(a for i, a in enumerate(axes) if i not in options.static)
     try:
-        return spread((axes, 0), (args, kwargs), "pmap in_axes")
+        return spread((options.mapped_in_axes, 0), (args, kwargs), "pmap in_axes")
     except ValueError as error:
         by_name = (
             " Arguments passed by keyword are not part of that tuple: each argument "

@@ -20,10 +20,9 @@ import jax
 from jax import lax
 
 from lockstep import notices
-from lockstep.compat.mapped_leaves import MappedLeaves
-from lockstep.compat.moves import Moves
-from lockstep.compat.options import Options, input_axes, spread
-from lockstep.compat.shards import on_rows, spec, specs
+from lockstep.compat.mapping.leaves import MappedLeaves
+from lockstep.compat.mapping.options import Options, input_axes, spread
+from lockstep.compat.mapping.shards import on_rows, spec, specs
 
 Axes = tuple[tuple[str, int], ...]
 """The names and sizes of the axes of a mesh, the outermost first."""
@@ -65,7 +64,7 @@ def call_inner(
     mapped, static = options.split(args)
     leaves, tree = jax.tree.flatten((mapped, kwargs))
     axes = input_axes(options, mapped, kwargs)
-    size = MappedLeaves(lambda: fun, options, tree, axes, Moves()).size(leaves, 0)
+    size = MappedLeaves(lambda: fun, options, tree, axes).size(leaves)
     mesh_axis = _next_axis(options, size)
     mesh_axes, depth = _here.axes, _here.depth + 1
 
@@ -105,7 +104,7 @@ def _next_axis(options: Options, size: int) -> str | None:
     notices.say_once(
         f"compat.pmap: nested {wide} and {size}",
         f"an inner pmap over {size} rows runs unsplit on each device of the outer one, "
-        f"because another inner pmap laid out the mesh for {wide}: the numbers are the "
+        f"whose mesh was laid out for an inner pmap over {wide}: the numbers are the "
         "same, but it is slower; give both the same size",
     )
     return None

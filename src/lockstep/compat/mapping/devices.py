@@ -3,7 +3,7 @@
 import jax
 from jax.sharding import Mesh
 
-from lockstep.compat.options import Options
+from lockstep.compat.mapping.options import Options
 
 
 def mine(options: Options) -> list[jax.Device]:

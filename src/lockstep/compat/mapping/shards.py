@@ -1,13 +1,35 @@
-"""Between a mapped axis and a shard of size 1 on it, as `shard_map` hands it out."""
+"""Stacked arrays: how they lie on the devices, and what one device sees of them."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lockstep.compat.options import spread
+from lockstep.compat.mapping.options import spread
+
+
+@lru_cache(maxsize=1024)
+def stacked(
+    devices: tuple[jax.Device, ...], axis: int | None = 0, name: str = "batch"
+) -> NamedSharding:
+    """One index of `axis` on each device; `None` for a copy on each.
+
+    Equal layouts are one object, so that a call sees at a glance what is in its place.
+
+    Args:
+        devices: the devices in the order of the axis.
+        axis: which axis of the array.
+        name: what the mesh calls it. To JAX arrays that lie alike under two names have
+            two types; the default is the name that most code gives to `pmap`.
+    """
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"each device holds one row, and {devices} names one twice")
+    return NamedSharding(Mesh(np.asarray(devices), (name,)), spec(axis, name))
 
 
 def spec(axis: int | None, mesh_axis: str) -> P:
@@ -30,6 +52,11 @@ def is_none(leaf: Any) -> bool:
     return leaf is None
 
 
+def is_float0(leaf: Any) -> bool:
+    """Whether a leaf is a gradient of an integer, which no device takes."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
 def on_rows(
     body: Callable[..., Any], axes: tuple[int | None, ...], out_axes: Any
 ) -> Callable[..., Any]:
@@ -46,7 +73,9 @@ def on_rows(
         rows = [s if axis is None else lax.squeeze(s, [axis]) for s, axis in pairs]
         leaves, tree = jax.tree.flatten(out := body(*rows))
         pairs = zip(leaves, spread(out_axes, out, "pmap out_axes"), strict=True)
-        stacked = [v if axis is None else lax.expand_dims(v, [axis]) for v, axis in pairs]
+        stacked = [
+            v if axis is None else lax.expand_dims(v, [axis]) for v, axis in pairs
+        ]
         return jax.tree.unflatten(tree, stacked)
 
     return on_shards
