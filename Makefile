@@ -20,7 +20,7 @@ OLDEST_TESTS := import tree devices placement rng metrics varying parallel per_d
 
 # Where JAX finds no accelerator it runs on the CPU: as four devices.
 train: $(READY)
-	rm -rf run
+	@rm -rf run
 	JAX_NUM_CPU_DEVICES=$${JAX_NUM_CPU_DEVICES:-4} $(BIN)/python examples/digits.py
 
 test: $(READY)
