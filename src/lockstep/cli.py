@@ -86,6 +86,14 @@ def run(
             "--era-random", help="As --compat, with the random numbers of then."
         ),
     ] = False,
+    rehearse: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="N",
+            help="Only compare the first step on 1 and on N simulated CPU devices.",
+        ),
+    ] = None,
 ) -> None:
     """Run a training script or notebook, as python would; exit with its exit code.
 
@@ -97,12 +105,16 @@ def run(
 
     program = launch.Program(script, tuple(args or ()), module)
     with ExitStack() as setup:
-        if simulate:
-            setup.enter_context(launch.simulated(simulate))
+        if count := simulate or rehearse:
+            setup.enter_context(launch.simulated(count))
         if compat or era_random:
             from lockstep.compat import install
 
             install(era_random=era_random)
+        if rehearse:
+            from lockstep.rehearse import rehearsed
+
+            setup.enter_context(rehearsed(rehearse))
         try:
             launch.run(program)
         except launch.CannotStart as error:

@@ -11,12 +11,14 @@ import numpy as np
 
 from lockstep.debug.comparing import dataflow
 from lockstep.debug.comparing.balance import Uneven, equal_shards, uneven_weights
+from lockstep.debug.comparing.factors import factor_of
 from lockstep.debug.comparing.trials import Body, Call
 from lockstep.debug.comparing.verdicts import Leaf
 from lockstep.parallel.parallel_step import ParallelStep
 
 # A running variance: `var`, `var_ema`, `running_var`, and not `variables`.
-_VARIANCE = re.compile(r"(?<![a-z])var(iance)?(?![a-z])")
+_VARIANCE = re.compile(r"(?<![a-z])var(iance)?(?![a-z])", re.IGNORECASE)
+_STATISTIC = re.compile(r"(?<![a-z])(mean|var(iance)?|ema|stats)(?![a-z])", re.I)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Evidence:
         step: the step.
         call: its arguments, on the host.
         counts: the two numbers of devices.
-        leaves: all outputs; at least one of them is wrong.
+        leaves: all outputs.
         bodies: what one device runs, for both counts; `None` in the global view.
         agrees: runs the step on both counts with other arguments: do they agree then?
     """
@@ -41,64 +43,70 @@ class Evidence:
 
     @property
     def wrong(self) -> list[Leaf]:
-        """The leaves that differ."""
-        return [leaf for leaf in self.leaves if leaf.verdict == "wrong"]
+        """The leaves that differ, without those that differ even among the devices."""
+        wrong = [leaf for leaf in self.leaves if leaf.verdict == "wrong"]
+        return [leaf for leaf in wrong if not leaf.copies_differ]
 
 
 def find_causes(evidence: Evidence) -> list[str]:
-    """The likely causes, or what to show so that one can be found."""
-    unaveraged = not_averaged(evidence)
-    if unaveraged:  # every other number is then that of device 0 alone
-        return unaveraged
+    """All causes that can be seen."""
     found = [cause(evidence) for cause in _CAUSES]
-    return [text for text in found if text] or [not_visible(evidence)]
+    return [text for text in found if text]
 
 
-def not_averaged(evidence: Evidence) -> list[str]:
+def not_averaged(evidence: Evidence) -> str | None:
     """State leaves whose copies differ between the devices."""
     state = [leaf for leaf in evidence.leaves if leaf.old is not None]
     odd = [i for i, leaf in enumerate(state) if leaf.copies_differ]
     if not odd or evidence.bodies is None:
-        return []
-    body, names = evidence.bodies[1], _names([state[i] for i in odd])
-    axis = body.axis
+        return None
+    paths, body = [state[i].path for i in odd], evidence.bodies[1]
+    names = _first(paths)
     moved = [leaf for leaf in state if leaf.is_float and leaf.moved > 0]
-    if len(odd) < len(moved):
-        return [
+    most_are_averaged = 2 * len(odd) < len(moved)
+    if most_are_averaged or all(_STATISTIC.search(path) for path in paths):
+        return (
             f"not averaged: {names} of the new state come from each device's own rows. "
-            f"Average them before the step returns them (lax.pmean(..., {axis!r})), or "
-            f"give a BatchNorm layer axis_name={axis!r}"
-        ]
+            f"Average them before the step returns them (lax.pmean(..., {body.axis!r}))"
+            f", or give a BatchNorm layer axis_name={body.axis!r}"
+        )
     inside = ""
     if dataflow.depends_on_other_devices(body, odd[0]):
         inside = (
             "lax.pmean inside the loss averages the loss, not its gradient, which is "
             "still that of each device's own rows. "
         )
-    return [
+    return (
         f"gradient not averaged: {names} differ between the devices after one step. "
         f"{inside}Average after jax.grad and before the update: "
-        f"grads = lax.pmean(grads, {axis!r})"
-    ]
+        f"grads = lax.pmean(grads, {body.axis!r})"
+    )
 
 
-def summed(evidence: Evidence) -> str | None:
+def gradient_factor(evidence: Evidence) -> str | None:
     """N times the gradient, or an Nth of it, in updates or in optimizer moments."""
     ratio = evidence.counts[1] / evidence.counts[0]
-    factors = [(leaf.path, factor_of(leaf)) for leaf in evidence.wrong]
-    slack = 0.25 if any(leaf.redraw for leaf in evidence.leaves) else 0.01
-    for scale, words, fix in (
-        (ratio, "summed, not averaged", "lax.pmean where the step has lax.psum"),
-        (1 / ratio, "averaged twice", "divide by the number of devices once"),
-    ):
-        hits = [
-            f"{path} {factor:.3g} x"
-            for path, factor in factors
-            if factor and min(abs(factor / s - 1) for s in (scale, scale**2)) < slack
-        ]
-        if hits:
-            what = "gradient" if hits[0].startswith("state") else "output"
-            return f"{what} {scale:.2f} x: {words} ({_first(hits)}): {fix}"
+    in_state = [leaf for leaf in evidence.wrong if leaf.old is not None]
+    if hits := _multiplied(evidence, in_state, ratio):
+        fix = "lax.pmean(grads) where the step has lax.psum(grads)"
+        return f"gradient {ratio:.2f} x: summed, not averaged ({hits}): {fix}"
+    if hits := _multiplied(evidence, in_state, 1 / ratio):
+        fix = "divide by the number of devices once"
+        return f"gradient {1 / ratio:.2f} x: averaged twice ({hits}): {fix}"
+    return None
+
+
+def output_factor(evidence: Evidence) -> str | None:
+    """A metric that is N times too large, or an Nth."""
+    ratio = evidence.counts[1] / evidence.counts[0]
+    others = [leaf for leaf in evidence.wrong if leaf.old is None]
+    if hits := _multiplied(evidence, others, ratio):
+        return f"{hits}: summed, not averaged: lax.pmean where the step has lax.psum"
+    if hits := _multiplied(evidence, others, 1 / ratio):
+        return (
+            f"{hits}: a sum over the rows of one device is returned as the mean over "
+            "devices: lax.psum, or return Mean(total, count)"
+        )
     return None
 
 
@@ -140,7 +148,7 @@ def batch_norm_scope(evidence: Evidence) -> str | None:
     if evidence.bodies is None:
         return None
     for leaf in evidence.wrong:
-        if leaf.old is None or not _VARIANCE.search(leaf.path.lower()):
+        if leaf.old is None or not _VARIANCE.search(leaf.path):
             continue
         lower = leaf.got < leaf.want * (1 - 1e-5)
         if (leaf.got >= 0).all() and (lower | np.isclose(leaf.got, leaf.want)).all():
@@ -173,8 +181,8 @@ def mean_of_means(evidence: Evidence) -> str | None:
     return None
 
 
-def not_visible(evidence: Evidence) -> str:
-    """No cause was found: what is known, and what would show more."""
+def advice(evidence: Evidence) -> str:
+    """Where no cause was found: what is known, and what would show more."""
     data = evidence.step, evidence.call, evidence.counts[1]
     hints = [_shards(x) for x in uneven_weights(*data) if x.is_mask]
     if evidence.bodies and evidence.agrees(equal_shards(*data)):
@@ -197,7 +205,9 @@ def not_visible(evidence: Evidence) -> str:
 
 
 _CAUSES: tuple[Callable[[Evidence], str | None], ...] = (
-    summed,
+    not_averaged,
+    gradient_factor,
+    output_factor,
     same_draws,
     clipped_early,
     batch_norm_scope,
@@ -205,31 +215,16 @@ _CAUSES: tuple[Callable[[Evidence], str | None], ...] = (
 )
 
 
-def factor_of(leaf: Leaf) -> float | None:
-    """By which number the change of a leaf is multiplied, if it is by one number.
-
-    A parameter after SGD is old - lr g, a moment is b old + (1 - b) g: with a gradient
-    c times as large it is `c want + d old` with another number d, found together by
-    least squares.
-    """
-    if leaf.verdict != "wrong" or leaf.got.shape != leaf.want.shape:
-        return None
-    want, got = (np.ravel(leaf.change(x)) for x in (leaf.want, leaf.got))
-    columns = [want]
-    if not np.isfinite(want).all() or not np.isfinite(got).all():
-        return None
-    if not leaf.is_float or not want.any():
-        return None
-    if leaf.old is not None and want.size > 2 and np.any(leaf.old):
-        columns.append(np.ravel(leaf.old))
-    for tried in (columns[:1], columns):
-        matrix = np.stack(tried, axis=1)
-        solution = np.linalg.lstsq(matrix, got, rcond=None)[0]
-        rest = np.linalg.norm(got - matrix @ solution)
-        slack = 0.5 if leaf.redraw else 0.01
-        if rest <= slack * np.linalg.norm(got):
-            return float(np.real(solution[0]))
-    return None
+def _multiplied(evidence: Evidence, leaves: list[Leaf], scale: float) -> str | None:
+    """The leaves that changed by the scale or, as second moments, by its square."""
+    slack = 0.25 if any(leaf.redraw for leaf in evidence.leaves) else 0.01
+    hits = [
+        f"{leaf.path} {factor:.3g} x"
+        for leaf in leaves
+        if (factor := factor_of(leaf))
+        and min(abs(factor / s - 1) for s in (scale, scale**2)) < slack
+    ]
+    return _first(hits) if hits else None
 
 
 def _shards(uneven: Uneven) -> str:
@@ -237,10 +232,6 @@ def _shards(uneven: Uneven) -> str:
     numbers[-1] = f"and {numbers[-1]}" if len(uneven.weights) <= 8 else "..."
     listed = ", ".join(numbers[:-1]) + " " + numbers[-1]
     return f"the shards have {listed} valid {uneven.unit}"
-
-
-def _names(leaves: list[Leaf]) -> str:
-    return _first([leaf.path for leaf in leaves])
 
 
 def _first(texts: list[str]) -> str:

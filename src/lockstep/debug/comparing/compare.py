@@ -7,8 +7,9 @@ import numpy as np
 
 from lockstep import placement
 from lockstep.debug.comparing import dataflow, noise
-from lockstep.debug.comparing.causes import Evidence, factor_of, find_causes
+from lockstep.debug.comparing.causes import Evidence, advice, find_causes
 from lockstep.debug.comparing.comparison import Comparison, Row
+from lockstep.debug.comparing.factors import factor_of
 from lockstep.debug.comparing.trials import (
     Body,
     Call,
@@ -17,7 +18,7 @@ from lockstep.debug.comparing.trials import (
     microbatches,
     read_call,
 )
-from lockstep.debug.comparing.verdicts import NOISE_FACTOR, Leaf, align, with_silence
+from lockstep.debug.comparing.verdicts import NOISE_FACTOR, Leaf, align, with_moments
 from lockstep.parallel import as_parallel, per_device
 from lockstep.parallel.parallel_step import ParallelStep
 
@@ -70,8 +71,8 @@ def compare(
         output  verdict  difference
         state   wrong    5.3e-01     4.00 x = number of devices: summed, not averaged
         WRONG: 1 of 1 outputs differ between 1 and 4 devices
-        likely cause: gradient 4.00 x: summed, not averaged (state 4 x; 4 times the
-        devices): lax.pmean where the step has lax.psum
+        likely cause: gradient 4.00 x: summed, not averaged (state 4 x):
+          lax.pmean(grads) where the step has lax.psum(grads)
     """
     if axis_name is not None:
         step = per_device(step, axis_name=axis_name)
@@ -95,20 +96,18 @@ def compare_call(
     call, notes = _whole_rows(step, read_call(step, args, keywords), many)
     bodies = _bodies(pair, call)
     leaves = _judge(pair, call, bodies, tolerance)
-    causes: list[str] = []
-    if any(leaf.verdict == "wrong" for leaf in leaves):
-        causes = find_causes(
-            Evidence(
-                step,
-                call,
-                devices,
-                leaves,
-                bodies,
-                agrees=lambda other: _agrees(pair, other, leaves),
-            )
-        )
     rows = tuple(_row(leaf, many / few) for leaf in leaves)
-    return Comparison(devices, rows, tuple(causes), tuple(notes))
+    report = Comparison(devices, rows, notes=tuple(notes))
+    if report.same:
+        return report
+
+    def agrees(other: Call) -> bool:
+        return _agrees(pair, other, leaves)
+
+    evidence = Evidence(step, call, devices, leaves, bodies, agrees)
+    causes = tuple(find_causes(evidence))
+    told = "" if causes else advice(evidence)
+    return dataclasses.replace(report, causes=causes, advice=told)
 
 
 def _judge(
@@ -126,7 +125,7 @@ def _judge(
     redraws: dict[str, float] = {}
     if bodies and any(differs for _, differs in dataflow.row_draws(*bodies)):
         redraws = noise.movement(few, call, known, noise.redrawn(few, call))
-    return with_silence(
+    return with_moments(
         [
             dataclasses.replace(
                 leaf,
@@ -144,6 +143,7 @@ def _run(pair: tuple[Trial, Trial], call: Call) -> list[Leaf]:
     few, many = pair
     old = noise.old_values(few, call)
     counts = few.count, many.count
+    on_many = many(call)  # first, so that what it says names the true number
     return [
         Leaf(
             path=a.path,
@@ -152,7 +152,7 @@ def _run(pair: tuple[Trial, Trial], call: Call) -> list[Leaf]:
             old=old.get(a.path) if a.in_state else None,
             copies_differ=b.copies_differ,
         )
-        for a, b in zip(few(call), many(call), strict=True)
+        for a, b in zip(few(call), on_many, strict=True)
     ]
 
 
@@ -171,7 +171,7 @@ def _distance(leaf: Leaf) -> float:
 
 
 def _bodies(pair: tuple[Trial, Trial], call: Call) -> tuple[Body, Body] | None:
-    few, many = (trial.body(call) for trial in pair)
+    many, few = (trial.body(call) for trial in reversed(pair))
     return (few, many) if few and many else None
 
 
@@ -190,17 +190,23 @@ def _whole_rows(step: ParallelStep, call: Call, devices: int) -> tuple[Call, lis
 
 
 def _row(leaf: Leaf, ratio: float) -> Row:
+    return Row(leaf.path, leaf.verdict, leaf.difference, _note(leaf, ratio))
+
+
+def _note(leaf: Leaf, ratio: float) -> str:
+    """What the numbers of a wrong leaf say."""
     if leaf.copies_differ:
-        return Row(leaf.path, leaf.verdict, leaf.difference, "copies differ")
-    factor = factor_of(leaf) or 1.0
-    note = "" if _near(factor, 1) else f"{factor:.2f} x"
-    if not np.isfinite(leaf.gap):
-        note = "not finite"
+        return "copies differ"
+    if leaf.verdict == "wrong" and not np.isfinite(leaf.gap):
+        return "not finite"
+    factor = factor_of(leaf)
+    if factor is None or _near(factor, 1):
+        return ""
     if _near(factor, ratio):
-        note += " = number of devices: summed, not averaged"
-    elif _near(factor, ratio**2):
-        note += " = number of devices, squared"
-    return Row(leaf.path, leaf.verdict, leaf.difference, note)
+        return f"{factor:.2f} x = number of devices: summed, not averaged"
+    if _near(factor, ratio**2):
+        return f"{factor:.2f} x = number of devices, squared"
+    return f"{factor:.2f} x"
 
 
 def _near(factor: float, value: float) -> bool:

@@ -40,13 +40,15 @@ class Comparison:
     Attributes:
         devices: the two numbers of devices.
         rows: one for each output.
-        causes: the likely causes, empty when nothing is wrong.
+        causes: the likely causes; empty when nothing is wrong, or no cause visible.
+        advice: what to show, when something is wrong and no cause is visible.
         notes: what was changed for the comparison.
     """
 
     devices: tuple[int, int]
     rows: tuple[Row, ...]
     causes: tuple[str, ...] = ()
+    advice: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -80,7 +82,10 @@ class Comparison:
     def _shown(self) -> list[Row]:
         if len(self.rows) <= _SHOWN:
             return list(self.rows)
-        return sorted(self.rows, key=lambda r: _ORDER.index(r.verdict))[:_SHOWN]
+        worst_first = sorted(
+            self.rows, key=lambda row: (_ORDER.index(row.verdict), -row.difference)
+        )
+        return worst_first[:_SHOWN]
 
     def _summary(self) -> list[str]:
         lines = []
@@ -90,7 +95,9 @@ class Comparison:
         lines += [
             f"{name}: {text}" for name, text in _MEANING.items() if name in present
         ]
-        return [*lines, *self.notes, self._verdict(), *map(_cause, self.causes)]
+        causes = [f"likely cause: {text}" for text in self.causes]
+        end = [self.advice] if self.advice else []
+        return [*lines, *self.notes, self._verdict(), *causes, *end]
 
     def _verdict(self) -> str:
         few, many = self.devices
@@ -99,16 +106,12 @@ class Comparison:
         if wrong:
             return f"WRONG: {wrong} of {len(self.rows)} outputs differ between {counts}"
         rounded = [r.difference for r in self.rows if r.verdict == "rounding"]
-        worst = (
-            f", differences up to {max(rounded):.1e} are rounding" if rounded else ""
-        )
-        return f"same: {counts} give the same{worst}"
+        if not rounded:
+            return f"same: {counts} give the same"
+        worst = f"{max(rounded):.1e}"
+        return f"same: {counts} give the same; differences up to {worst} are rounding"
 
 
 def _cells(row: Row) -> tuple[str, str, str, str]:
     figure = "" if row.verdict in ("equal", "per device") else f"{row.difference:.1e}"
     return row.path, row.verdict, figure, row.note
-
-
-def _cause(text: str) -> str:
-    return f"likely cause: {text}" if "not visible" not in text else text

@@ -45,8 +45,7 @@ def movement(
             gap = subtract(out.value, known[out.path])
             if out.in_state:
                 gap = gap - subtract(old[out.path], before[out.path])
-            size = float(np.linalg.norm(np.nan_to_num(gap)))
-            largest[out.path] = max(largest[out.path], size)
+            largest[out.path] = max(largest[out.path], size(gap))
     return largest
 
 
@@ -94,6 +93,11 @@ def subtract(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return wide(a) - wide(b)
 
 
+def size(x: np.ndarray) -> float:
+    """The 2-norm of what is finite."""
+    return float(np.linalg.norm(np.where(np.isfinite(x), x, 0)))
+
+
 def _changer(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def leaf(x: Any) -> Any:
         return change(x) if tree.is_array(x) else x
@@ -112,8 +116,8 @@ def _nudge(x: Any, rng: np.random.Generator, narrowest: float) -> Any:
     values = wide(np.asarray(x))
     if np.array_equal(values, np.round(values)):
         return x
-    size = max(float(jnp.finfo(x.dtype).eps), narrowest / 2)
-    return (values * (1 + size * rng.uniform(-1, 1, x.shape))).astype(x.dtype)
+    place = max(float(jnp.finfo(x.dtype).eps), narrowest / 2)
+    return (values * (1 + place * rng.uniform(-1, 1, x.shape))).astype(x.dtype)
 
 
 def _narrowest(jaxpr: core.Jaxpr) -> float:

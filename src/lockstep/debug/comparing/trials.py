@@ -148,7 +148,9 @@ def read_call(
     Raises:
         RuntimeError: a leaf was donated to an earlier call.
     """
-    check_alive(args, "arguments")
+    for i, arg in enumerate(args):
+        name = "state" if i == 0 else f"argument {i}"
+        check_alive(arg, "batch" if i in step.batch_argnums else name)
     args = jax.tree.map(_host_leaf, args)
     if step.remainder == "pad":
         args = tuple(_unpad(x) if isinstance(x, MaskedBatch) else x for x in args)

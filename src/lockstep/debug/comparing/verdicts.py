@@ -7,7 +7,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 
-from lockstep.debug.comparing.noise import subtract, wide
+from lockstep.debug.comparing.noise import size, subtract, wide
 
 # 2-norm of a difference over that of the update, where no more is known: 1e-6 is some
 # 8 roundings of float32; a 16-bit number is itself rounded by half its tolerance.
@@ -34,7 +34,8 @@ class Leaf:
         noise: how far moving the inputs by their last place moves it (2-norm).
         redraw: how far another key moves it, where its masks depend on the device
             count by design.
-        silent: whether the optimizer's moment of this parameter has no signal.
+        moment: the verdict on the optimizer's moment of this parameter, if that could
+            not be compared.
         tolerance: the accepted relative difference; `None` chooses by type.
     """
 
@@ -45,7 +46,7 @@ class Leaf:
     copies_differ: bool = False
     noise: float = 0.0
     redraw: float = 0.0
-    silent: bool = False
+    moment: str = ""
     tolerance: float | None = None
 
     @functools.cached_property
@@ -63,7 +64,7 @@ class Leaf:
             return "no signal" if self.noise > NO_SIGNAL * self.moved else "rounding"
         if self.gap <= REDRAW_FACTOR * self.redraw:
             return "random"
-        return "no signal" if self.silent else "wrong"
+        return self.moment or "wrong"
 
     @functools.cached_property
     def gap(self) -> float:
@@ -72,19 +73,21 @@ class Leaf:
             return float("inf")
         want, got = wide(self.want), wide(self.got)
         same = (want == got) | (np.isnan(want) & np.isnan(got))
-        norm = float(np.linalg.norm(np.where(same, 0, got - np.where(same, 0, want))))
-        return norm if np.isfinite(norm) else float("inf")
+        difference = np.where(same, 0, got - np.where(same, 0, want))
+        return size(difference) if np.isfinite(difference).all() else float("inf")
 
     @functools.cached_property
     def moved(self) -> float:
         """2-norm of what the step did on one device: the update, or the output."""
-        return float(np.linalg.norm(np.nan_to_num(self.change(self.want))))
+        return size(self.change(self.want))
 
     @property
     def difference(self) -> float:
-        """The difference relative to the value, in 2-norm."""
-        size = float(np.linalg.norm(np.nan_to_num(wide(self.want))))
-        return self.gap / size if size else self.gap
+        """The difference relative to the value, in 2-norm; NaN where none is."""
+        if self.verdict == "per device":
+            return float("nan")
+        whole = size(wide(self.want))
+        return self.gap / whole if whole else self.gap
 
     @property
     def is_float(self) -> bool:
@@ -102,25 +105,27 @@ class Leaf:
         kind = str(jnp.finfo(self.want.dtype).dtype)
         eps = float(jnp.finfo(self.want.dtype).eps)
         tolerance = self.tolerance or TOLERANCES.get(kind, 8 * eps)
-        stored = 0.0  # a new parameter is rounded to its own last place
-        if self.old is not None:
-            stored = eps * float(np.linalg.norm(np.nan_to_num(wide(self.want))))
+        # A new parameter is rounded to its own last place, however small the update.
+        stored = 0.0 if self.old is None else eps * size(wide(self.want))
         return tolerance * self.moved + stored
 
 
-def with_silence(leaves: list[Leaf]) -> list[Leaf]:
-    """Mark the wrong parameters whose moments have no signal.
+def with_moments(leaves: list[Leaf]) -> list[Leaf]:
+    """Give wrong parameters the verdict on moments that could not be compared.
 
     Adam and Lion make a full step of a gradient that is rounding alone. Its sign may be
     the same in all trials by chance; its size, which is in the moment, is not.
     """
-    silent = [leaf for leaf in leaves if leaf.verdict == "no signal"]
-    return [
-        dataclasses.replace(leaf, silent=True)
-        if leaf.verdict == "wrong" and any(_same_parameter(leaf, x) for x in silent)
-        else leaf
-        for leaf in leaves
-    ]
+    unclear = [leaf for leaf in leaves if leaf.verdict in ("no signal", "random")]
+
+    def with_moment(leaf: Leaf) -> Leaf:
+        if leaf.verdict == "wrong":
+            for moment in unclear:
+                if _same_parameter(leaf, moment):
+                    return dataclasses.replace(leaf, moment=moment.verdict)
+        return leaf
+
+    return [with_moment(leaf) for leaf in leaves]
 
 
 def _same_parameter(a: Leaf, b: Leaf) -> bool:
@@ -146,7 +151,8 @@ def align(want: np.ndarray, got: np.ndarray, counts: tuple[int, int]) -> np.ndar
         whole = got.reshape(few, -1, *got.shape[2:])
         if whole.shape[1] >= want.shape[1] > got.shape[1]:
             return whole[:, : want.shape[1]]
-    if got.shape[0] == many and got.shape[1:] == want.shape[1:] and few == 1:
-        first = got[:1]
-        return first if (got == first).all() else got
+    if got.shape[1:] != want.shape[1:]:
+        return got
+    if few == 1 and got.shape[0] == many:
+        return got[:1] if (got == got[:1]).all() else got
     return got[: len(want)]
