@@ -83,6 +83,15 @@ class TestState:
         with pytest.raises(ValueError, match="nothing to train"):
             step.init({})
 
+    @pytest.mark.parametrize("option", [{"ema": 0.9}, {"loss_scale": "dynamic"}])
+    def test_the_state_of_a_step_with_other_options_is_refused(self, option):
+        plain, more = make(square_rows), make(square_rows, **option)
+        name = next(iter(option))
+        with pytest.raises(ValueError, match=f"state.{name} is None, but needed"):
+            more(plain.init(mlp_params()), batch_of(4))
+        with pytest.raises(ValueError, match=f"state.{name} is there, but not used"):
+            plain(more.init(mlp_params()), batch_of(4))
+
     def test_anything_else_is_no_state(self):
         step = make(square_rows)
         with pytest.raises(TypeError, match=r"tuple, not a TrainState.*step.init"):

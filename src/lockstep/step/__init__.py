@@ -7,7 +7,8 @@ a batch, `loss` calls the user's function, `outcome` reads the result into sums,
 """
 
 from lockstep.step.make import make_train_step
+from lockstep.step.scaling import DynamicScale
 from lockstep.step.train_state import TrainState
 from lockstep.step.train_step import TrainStep
 
-__all__ = ["TrainState", "TrainStep", "make_train_step"]
+__all__ = ["DynamicScale", "TrainState", "TrainStep", "make_train_step"]

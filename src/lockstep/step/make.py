@@ -62,7 +62,9 @@ def make_train_step(
         ValueError: an option is out of range.
 
     Example:
-        >>> import optax
+        >>> import jax, optax
+        >>> import jax.numpy as jnp
+
         >>> def loss(params, batch):
         ...     return (params["w"] * batch["x"] - batch["y"]) ** 2
         >>> step = make_train_step(loss, optax.sgd(0.1))

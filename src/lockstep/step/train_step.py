@@ -128,11 +128,29 @@ class TrainStep:
                 f"the state is {type(state).__name__}, not a TrainState: make it with "
                 "step.init(params)"
             )
+        self._check_parts(state)
         key = self._key_of(state, key)
         sums = self._sums(state, batch, key)
         rows = count_rows(batch) // self.accumulate
         grads = average(sums.grads, sums.loss.count / rows, self._scale_of(state))
         return self._advance(state, grads, sums)
+
+    def _check_parts(self, state: TrainState) -> None:
+        """Refuse the state of a step with other options."""
+        wanted = {
+            "model_state": self.loss.model_state,
+            "loss_scale": isinstance(self.loss_scale, DynamicScale),
+            "ema": self.ema is not None,
+        }
+        for name, want in wanted.items():
+            if want != (getattr(state, name) is not None):
+                there = (
+                    "is None, and this step needs it" if want else "is not used here"
+                )
+                raise ValueError(
+                    f"state.{name} {found}: the state was made by a step with other "
+                    "options; make it with this step's init, or set the same options"
+                )
 
     def _key_of(self, state: TrainState, key: Any) -> Any:
         """The key of this step on this device."""
