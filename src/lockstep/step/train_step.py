@@ -144,9 +144,7 @@ class TrainStep:
         }
         for name, want in wanted.items():
             if want != (getattr(state, name) is not None):
-                there = (
-                    "is None, and this step needs it" if want else "is not used here"
-                )
+                found = "is None, but needed" if want else "is there, but not used"
                 raise ValueError(
                     f"state.{name} {found}: the state was made by a step with other "
                     "options; make it with this step's init, or set the same options"
