@@ -29,7 +29,7 @@ LAYERS = tuple(
         # 4: many steps
         """loop callbacks""",
         # 5: the command line
-        """doctor launch cli __main__""",
+        """doctor launch rehearse cli __main__""",
     )
 )
 # Side packages: the highest layer that they import, and the lowest that imports them.

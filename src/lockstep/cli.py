@@ -18,6 +18,15 @@ app = typer.Typer(
 # Options end at the script's name: what follows belongs to the script.
 _OPTIONS_FIRST = {"allow_interspersed_args": False}
 
+_Rehearse = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        metavar="N",
+        help="Only compare the first step on 1 and on N simulated CPU devices.",
+    ),
+]
+
 
 def main() -> None:
     """Runs the command line; the entry point of the installed command."""
@@ -86,14 +95,7 @@ def run(
             "--era-random", help="As --compat, with the random numbers of then."
         ),
     ] = False,
-    rehearse: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            metavar="N",
-            help="Only compare the first step on 1 and on N simulated CPU devices.",
-        ),
-    ] = None,
+    rehearse: _Rehearse = None,
 ) -> None:
     """Run a training script or notebook, as python would; exit with its exit code.
 
