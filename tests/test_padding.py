@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lockstep.parallel import parallelize, per_device
+from lockstep.placement import shard_batch
 
 RNG = np.random.default_rng(0)
 W = {"w": jnp.asarray(RNG.normal(size=3), jnp.float32)}
@@ -104,6 +105,35 @@ def test_rows_that_meet_are_refused(mesh_of):
             parallelize(step, mesh_of(4), remainder="pad")(W, batch_of(5))
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("kind", ["vectors", "numbers"])
+def test_rows_that_meet_as_unit_vectors_or_by_number_are_refused(mesh_of, kind, rows):
+    """One common factor is not seen by the first, one common row by the second."""
+    table = jnp.asarray(RNG.normal(size=(9, 3)), jnp.float32)
+
+    def step(w, batch):
+        x = batch["x"] if kind == "vectors" else table[batch["x"]]
+        x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
+        scores = jax.nn.log_softmax((x * w["w"]) @ x.T)
+        return w, {"loss": -(jnp.diag(scores) * batch["mask"]).sum()}
+
+    x = batch_of(rows)["x"] if kind == "vectors" else np.arange(4, 4 + rows)
+    with pytest.raises(ValueError, match="padding leaks into the results: output"):
+        parallelize(step, mesh_of(8), remainder="pad")(W, {"x": x})
+
+
+def test_the_fillings_stay_valid(mesh_of):
+    """A length of 0 would make 0/0 in a row that the mask then cannot take away."""
+
+    def step(w, batch):
+        means = batch["x"].sum(1) / batch["length"]
+        return w, (means * batch["mask"]).sum()
+
+    batch = {"x": np.ones((3, 4), np.float32), "length": np.array([1, 2, 4])}
+    _, total = parallelize(step, mesh_of(8), remainder="pad")(W, batch)
+    assert float(total) == 7
+
+
 def test_the_check_runs_once_and_on_copies(mesh_of):
     runs = []
     step = parallelize(masked, mesh_of(4), remainder="pad")
@@ -136,3 +166,35 @@ def test_the_device_view_pads_as_well(mesh_of):
     got, metrics = per_device(step, mesh_of(8), remainder="pad")(W, batch)
     np.testing.assert_allclose(got["w"], want["w"], rtol=1e-6)
     np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-6)
+
+
+def test_a_placed_padded_batch_is_checked_whatever_came_before(mesh_of):
+    mesh = mesh_of(4)
+    step = parallelize(forgetful, mesh)
+    placed = [shard_batch(batch_of(n), mesh, remainder="pad") for n in (8, 8, 7)]
+    w, _ = step(W, placed[0])
+    w, _ = step(w, placed[1])
+    with pytest.raises(ValueError, match="padding leaks"):
+        step(w, placed[2])
+
+
+def test_a_leak_that_needs_a_mixed_shard_is_found_when_there_is_one(mesh_of):
+    """Weighing shards by their real rows hides a local mean, until a shard is mixed."""
+
+    def step(w, batch):
+        m = batch["mask"]
+        count = jax.lax.psum(m.sum(), "data")
+        value, grads = jax.value_and_grad(lambda w: errors(w, batch).mean())(w)
+        share = m.sum() / count
+        value, grads = jax.lax.psum((value * share, tree_scale(grads, share)), "data")
+        return jax.tree.map(lambda p, g: p - 0.001 * g, w, grads), {"loss": value}
+
+    parallel = per_device(step, mesh_of(4), remainder="pad")
+    w, _ = parallel(W, batch_of(8))
+    w, _ = parallel(w, batch_of(4))  # two full shards, two of padding: exact
+    with pytest.raises(ValueError, match="padding leaks"):
+        parallel(w, batch_of(5))
+
+
+def tree_scale(tree, factor):
+    return jax.tree.map(lambda x: x * factor, tree)

@@ -1,7 +1,9 @@
-"""Does padding leak into the results? Tried once, on the first padded batch.
+"""Does padding leak into the results? Tried on the first padded batches.
 
 The step runs twice on copies that differ only in the filling rows. A step that leaves
-the masked rows out gives the same results twice.
+the masked rows out gives the same results twice. A loss that is averaged part by part
+(a shard, a microbatch) leaks only where real and filling rows meet in one part, so the
+trial is repeated once there is such a batch.
 """
 
 from collections.abc import Callable
@@ -18,24 +20,47 @@ TOLERANCE = 1e-5
 
 
 class PaddingCheck:
-    """The check for one step: `done` once a padded batch was tried."""
+    """The check for one step: `done` once a batch with a mixed part was tried."""
 
-    def __init__(self, batch_argnums: tuple[int, ...]) -> None:
-        """Watch these arguments for padded batches."""
+    def __init__(
+        self, batch_argnums: tuple[int, ...], *, shards: int = 1, microbatches: int = 1
+    ) -> None:
+        """Watch these arguments for padded batches, computed in this many parts."""
         self.batch_argnums = batch_argnums
         self.done = False
+        self._parts = shards, microbatches
+        self._tried = False
+
+    def concerns(self, placed: tuple[Any, ...]) -> bool:
+        """Whether these arguments may still have to be tried."""
+        return not self.done and any(
+            isinstance(placed[i], MaskedBatch) for i in self.batch_argnums
+        )
 
     def __call__(self, run: Callable[[Any], Any], placed: tuple[Any, ...]) -> None:
-        """Try the step if this call holds padding.
+        """Try the step if this call holds padding that was not tried yet.
 
         Raises:
             ValueError: names the first output that depends on the filling rows.
         """
         batches = [placed[i] for i in self.batch_argnums]
         masks = [np.asarray(b.mask) for b in batches if isinstance(b, MaskedBatch)]
-        if not any((mask == 0).any() for mask in masks):
-            return
-        self.done = True
+        mixed = any(self._is_mixed(mask) for mask in masks)
+        padded = any((mask == 0).any() for mask in masks)
+        if mixed or (padded and not self._tried):
+            self._tried, self.done = True, mixed
+            self._try(run, placed, masks[0])
+
+    def _is_mixed(self, mask: np.ndarray) -> bool:
+        """Whether real and filling rows meet in one part of the computation."""
+        shards, microbatches = self._parts
+        parts = mask.reshape(shards, -1, microbatches)  # microbatches are strided
+        real = (parts != 0).sum(axis=1)
+        return bool(((real > 0) & (real < parts.shape[1])).any())
+
+    def _try(
+        self, run: Callable[[Any], Any], placed: tuple[Any, ...], mask: np.ndarray
+    ) -> None:
         first = placement.to_host(run(self._copy(placed, lambda x, m: x)))
         other = placement.to_host(run(self._copy(placed, _refill)))
         for (path, a), (_, b) in zip(
@@ -45,7 +70,7 @@ class PaddingCheck:
         ):
             if tree.is_static(a):
                 continue
-            gap = _relative_gap(*(_real_rows(x, masks[0]) for x in (a, b)))
+            gap = _relative_gap(*(_real_rows(x, mask) for x in (a, b)))
             if gap > TOLERANCE:
                 raise ValueError(
                     f"padding leaks into the results: {path} changes by {gap:.3g} "
@@ -86,16 +111,21 @@ def _fill(batch: Any, fill: Callable[[Any, Any], Any]) -> Any:
 def _refill(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Other values in the filling rows, of the same kind as the real ones.
 
-    The real rows in turn; and since they may all be equal (one row on 8 devices),
-    float values are also halved and longer rows reversed.
+    The real rows in turn; and since they may all be equal (one row on 8 devices), they
+    are changed. Floats shrink by unequal factors, for a network that normalises its
+    input does not see one common factor. Integers stay valid labels and lengths: none
+    grows, and none becomes 0.
     """
     real, filling = np.flatnonzero(mask), np.flatnonzero(mask == 0)
     x = x.copy()
     rows = x[real[np.arange(len(filling)) % len(real)]]
     if np.issubdtype(x.dtype, np.floating) or x.dtype == jnp.bfloat16:
-        rows = (rows * np.asarray(0.5, x.dtype)).astype(x.dtype)
+        factors = np.linspace(0.5, 1.0, rows[0].size).reshape(rows.shape[1:])
+        rows = (rows * factors).astype(x.dtype)
     elif x.ndim > 1:
         rows = rows[:, ::-1]
+    elif np.issubdtype(x.dtype, np.integer):
+        rows = np.where(rows > 0, rows - rows // 2, rows)
     x[filling] = rows
     return x
 

@@ -52,13 +52,18 @@ class ParallelStep:
         self._strong: dict[Any, dict[int, Any]] = {}
         self._last_call: LastCall | None = None
         self._run_ahead = RunAhead()
-        self._padding_check = PaddingCheck(self.batch_argnums)
         self._compare_replicas = compare_replicas
+        microbatches = getattr(self.fn, "accumulate", 1)
+        self._padding_check = PaddingCheck(
+            self.batch_argnums,
+            shards=self.mesh.shape[self.axis_name] if self.view == "device" else 1,
+            microbatches=microbatches,
+        )
         self._placer = Placer(
             self.mesh,
             self.axis_name,
             remainder=self.remainder,
-            multiple=getattr(self.fn, "accumulate", 1),
+            multiple=microbatches,
             allow_unsplit=self.view == "global",
         )
 
@@ -69,7 +74,7 @@ class ParallelStep:
             return self._finish(last.program, last.program.run(*args, {}))
         first_step.present(self, args, kwargs)
         placed = self._place(args, kwargs)
-        if not self._padding_check.done:
+        if self._padding_check.concerns(placed):
             self._padding_check(self._run, placed)
         return self._run(placed)
 
@@ -152,7 +157,7 @@ class ParallelStep:
         current = self._program(placed, shapes)
         if current.strong:
             placed = (program.strengthen(placed[0], current.strong), *placed[1:])
-        if self._padding_check.done or self.remainder != "pad":
+        if not self._padding_check.concerns(placed):
             self._last_call = LastCall.of(placed, current, shapes)
         started, compiled = time.perf_counter(), self.compiles.count
         results = current.run(*placed)
