@@ -79,6 +79,19 @@ def test_a_sum_under_sgd_is_seen_from_the_update():
     assert cause.startswith("gradient 2.00 x: summed, not averaged (state[0]['b'] 2 x")
 
 
+def test_a_sum_is_seen_through_masks_that_differ():
+    """Of 16 rows with a dropout of 0.1, drawn anew for another device count."""
+
+    def loss(params, batch, key):
+        keep = jax.random.bernoulli(key, 0.9, batch["x"].shape)
+        return plain_loss(params, batch | {"x": batch["x"] * keep / 0.9})
+
+    healthy, summed = make_step(loss, pmean), make_step(loss, psum)
+    args = make_state(), make_batch(), KEY
+    assert compare(healthy, *args, axis_name="data").same
+    assert cause_of(summed, *args).startswith("gradient 4.00 x: summed, not averaged")
+
+
 def test_an_average_of_an_average():
     step = make_step(average=lambda g: _over_devices(pmean(g)))
     assert cause_of(step).startswith("gradient 0.25 x: averaged twice")

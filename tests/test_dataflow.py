@@ -37,6 +37,12 @@ def test_draws_for_rows_and_for_others():
     assert sorted(draws) == [((2,), False), ((2,), True)]
 
 
+@jax.jit
+def scale(x, factor):
+    """Called twice, traced once."""
+    return x * factor
+
+
 def norm(x):
     return jnp.sqrt((x**2).sum())
 
@@ -53,6 +59,8 @@ def norm(x):
         (False, lambda g: average(norm(g))),  # a loss that is a root
         (False, lambda g: average((g / norm(g)).mean())),  # inside a model
         (False, lambda g: average(jax.nn.relu(g).sum())),
+        (False, lambda g: average(g * (1 + average(g).sum() ** 2) ** 0.5)),
+        (False, lambda g: scale(average(scale(g, 2)), 1 / norm(average(g)))),
     ],
 )
 def test_clipping_before_averaging(clips, fn):

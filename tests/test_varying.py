@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lockstep.varying import reduces_over, varying_outputs
+from lockstep.varying import reduces_over, varying_equations, varying_outputs
 
 
 def trace(fn, *args):
@@ -99,3 +99,20 @@ def test_collectives_are_found_at_any_depth():
     assert reduces_over(inside, "data")
     assert not reduces_over(inside, "model")
     assert not reduces_over(trace(lambda x: x.sum(), jnp.ones(3)), "data")
+
+
+def test_equations_inside_calls_and_loops_carry_their_last_marks():
+    @jax.jit
+    def double(x):
+        return x * 2.0
+
+    def fn(w, x):
+        total, _ = lax.scan(lambda c, v: (jnp.sin(c) + v, None), w, x)
+        return double(w), double(total)
+
+    seen = varying_equations(trace(fn, 1.0, jnp.ones(4)), [False, True], "data")
+
+    def marks(name):
+        return [marks for eqn, marks in seen if eqn.primitive.name == name]
+
+    assert (marks("sin"), marks("mul")) == ([[True]], [[False], [True]])

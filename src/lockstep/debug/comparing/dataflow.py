@@ -5,7 +5,6 @@ which random draws are the same on every device, and whether the new state depen
 the other devices at all.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from lockstep.varying import (
 )
 
 _DRAWS = {"random_bits", "random_gamma", "rng_bit_generator"}
-_ROOTS = {"sqrt", "rsqrt", "pow", "integer_pow"}
+_ROOTS = {"sqrt", "rsqrt", "pow"}
 _LIMITS = {"max", "min", "clamp"}
 # What stands between a gradient and its clipped version.
 _ELEMENTWISE = _LIMITS | {
@@ -37,6 +36,8 @@ _ELEMENTWISE = _LIMITS | {
     "squeeze",
     "stop_gradient",
 }
+
+_Value = tuple[Any, int]  # a variable and its scope
 
 
 def row_draws(small: Body, large: Body) -> list[tuple[tuple[int, ...], bool]]:
@@ -62,79 +63,101 @@ def clips_before_averaging(body: Body) -> bool:
 
     The way from a reduction back to where the gradient was computed leads through
     elementwise operations alone. On it, a limit is clipping by size, and a factor that
-    comes from a root is clipping by norm.
+    comes from a root is clipping by norm, if it is each device's own.
     """
     graph = _Graph(body.jaxpr)
+    own = {
+        id(eqn)
+        for eqn, differs in varying_equations(body.jaxpr, body.varies, body.axis)
+        if any(differs)
+    }
     reduced = [
-        var
-        for eqn in equations(body.jaxpr)
+        (var, scope)
+        for eqn, scope in graph.operations
         if is_collective(eqn, body.axis)
         for var in eqn.invars
     ]
     factors = []
-    for eqn in graph.upstream(reduced, through=_ELEMENTWISE):
+    for eqn, scope in graph.upstream(reduced, through=_ELEMENTWISE):
         if eqn.primitive.name in _LIMITS and eqn.outvars[0].aval.size > 1:
             return True
         if eqn.primitive.name in ("mul", "div"):
-            factors += eqn.invars
+            factors += [(var, scope) for var in eqn.invars]
     return any(
         eqn.primitive.name in _ROOTS and eqn.outvars[0].aval.size == 1
-        for eqn in graph.upstream(factors, through=_ELEMENTWISE)
+        for eqn, _ in graph.upstream(factors, through=_ELEMENTWISE)
+        if id(eqn) in own
     )
 
 
 def depends_on_other_devices(body: Body, output: int) -> bool:
     """Whether a collective is among all that an output was computed from."""
     graph = _Graph(body.jaxpr)
-    upstream = graph.upstream([body.jaxpr.outvars[output]])
+    upstream = graph.upstream([(body.jaxpr.outvars[output], 0)])
     return any(
         is_collective(inner, body.axis)
-        for eqn in upstream
+        for eqn, _ in upstream
         for inner in (eqn, *(e for j in inner_jaxprs(eqn) for e in equations(j)))
     )
 
 
 class _Graph:
-    """Who computed what, through calls such as `jit`; loops are one operation."""
+    """Who computed what, through calls such as `jit`; loops are one operation.
+
+    JAX shares the jaxpr of a function that is called twice, so a value is a variable
+    and a scope: the number of the call that it is in.
+
+    Attributes:
+        operations: all equations but the calls, each with its scope.
+    """
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:
-        self._made_by: dict[Any, Any] = {}
-        self._same_as: dict[Any, list[Any]] = defaultdict(list)
-        self._read(jaxpr)
+        self.operations: list[tuple[Any, int]] = []
+        self._made_by: dict[_Value, Any] = {}
+        self._same_as: dict[_Value, _Value] = {}
+        self._scopes = 0
+        self._read(jaxpr, 0)
 
     def upstream(
-        self, variables: Iterable[Any], through: set[str] | None = None
-    ) -> Iterator[Any]:
-        """The equations that the variables were computed by.
+        self, values: Iterable[_Value], through: set[str] | None = None
+    ) -> Iterator[tuple[Any, int]]:
+        """The equations that values were computed by, with their scopes.
 
         With `through` the search goes on behind these operations only; the first one
         of another kind is still yielded.
         """
-        stack, seen = list(variables), set()
+        stack, seen = list(values), set()
         while stack:
-            var = stack.pop()
-            if isinstance(var, core.Literal) or var in seen:
+            value = stack.pop()
+            if isinstance(value[0], core.Literal) or value in seen:
                 continue
-            seen.add(var)
-            stack += self._same_as.get(var, ())
-            eqn = self._made_by.get(var)
-            if eqn is None:
-                continue
-            yield eqn
-            if through is None or eqn.primitive.name in through:
-                stack += eqn.invars
+            seen.add(value)
+            if value in self._same_as:
+                stack.append(self._same_as[value])
+            elif value in self._made_by:
+                eqn, scope = self._made_by[value], value[1]
+                yield eqn, scope
+                if through is None or eqn.primitive.name in through:
+                    stack += [(var, scope) for var in eqn.invars]
 
-    def _read(self, jaxpr: core.Jaxpr) -> None:
+    def _read(self, jaxpr: core.Jaxpr, scope: int) -> None:
         for eqn in jaxpr.eqns:
-            inner = _call_body(eqn)
-            if inner is None:
-                self._made_by.update(dict.fromkeys(eqn.outvars, eqn))
-                continue
-            for outside, inside in zip(eqn.invars, inner.invars, strict=True):
-                self._same_as[inside].append(outside)
-            for outside, inside in zip(eqn.outvars, inner.outvars, strict=True):
-                self._same_as[outside].append(inside)
-            self._read(inner)
+            called = _call_body(eqn)
+            if called is None:
+                self.operations.append((eqn, scope))
+                self._made_by.update(((var, scope), eqn) for var in eqn.outvars)
+            for inner in [called] if called else inner_jaxprs(eqn):
+                self._scopes += 1
+                if called:
+                    self._connect(eqn, scope, inner, self._scopes)
+                self._read(inner, self._scopes)
+
+    def _connect(self, eqn: Any, outer: int, inner: core.Jaxpr, scope: int) -> None:
+        """A call hands its inputs in and its outputs out."""
+        for outside, inside in zip(eqn.invars, inner.invars, strict=True):
+            self._same_as[inside, scope] = outside, outer
+        for outside, inside in zip(eqn.outvars, inner.outvars, strict=True):
+            self._same_as[outside, outer] = inside, scope
 
 
 def _call_body(eqn: Any) -> core.Jaxpr | None:

@@ -51,7 +51,7 @@ class Leaf:
 
     @functools.cached_property
     def verdict(self) -> str:
-        """ "equal", "rounding", "no signal", "random", "per device" or "wrong"."""
+        """One of equal, rounding, no signal, random, per device, wrong."""
         if self.copies_differ:
             return "wrong"
         if self.got.shape != self.want.shape:
@@ -104,7 +104,9 @@ class Leaf:
             return 0.0
         kind = str(jnp.finfo(self.want.dtype).dtype)
         eps = float(jnp.finfo(self.want.dtype).eps)
-        tolerance = self.tolerance or TOLERANCES.get(kind, 8 * eps)
+        tolerance = self.tolerance
+        if tolerance is None:
+            tolerance = TOLERANCES.get(kind, 8 * eps)
         # A new parameter is rounded to its own last place, however small the update.
         stored = 0.0 if self.old is None else eps * size(wide(self.want))
         return tolerance * self.moved + stored
