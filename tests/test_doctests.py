@@ -1,9 +1,15 @@
-"""Every `>>>` example of the package runs, on eight simulated devices."""
+"""Every `>>>` example of the package runs, on eight simulated devices.
+
+Each may use `jax`, `jnp`, `np` and `ls` without importing them.
+"""
 
 import doctest
 import importlib
 import pkgutil
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import lockstep
@@ -19,7 +25,11 @@ MODULES = ["lockstep"] + [
 def test_examples_of(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    found = doctest.testmod(importlib.import_module(name), optionflags=flags)
+    found = doctest.testmod(
+        importlib.import_module(name),
+        extraglobs={"jax": jax, "jnp": jnp, "np": np, "ls": lockstep},
+        optionflags=flags,
+    )
     assert found.failed == 0
 
 
