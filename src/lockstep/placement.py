@@ -83,8 +83,8 @@ def shard_batch(
 
     Example:
         >>> mesh = make_mesh()
-        >>> shard_batch({"x": np.ones((16, 3))}, mesh)["x"].sharding.spec
-        PartitionSpec('data',)
+        >>> tuple(shard_batch({"x": np.ones((16, 3))}, mesh)["x"].sharding.spec)
+        ('data',)
         >>> shard_batch({"x": np.ones((5, 3))}, mesh, remainder="pad").mask.sum()
         Array(5., dtype=float32)
     """

@@ -36,8 +36,8 @@ def spec(axis: int | None, mesh_axis: str) -> P:
     """The partition of an array whose `axis` is split over `mesh_axis`.
 
     Example:
-        >>> spec(1, "i"), spec(None, "i")
-        (PartitionSpec(None, 'i'), PartitionSpec())
+        >>> tuple(spec(1, "i")), tuple(spec(None, "i"))
+        ((None, 'i'), ())
     """
     return P() if axis is None else P(*[None] * axis, mesh_axis)
 
