@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 OLDEST := .venv311
 OLDEST_TESTS := import tree devices placement rng metrics varying parallel per_device \
-    step replicas loop callbacks data prefetching evaluation equivalence examples
+    step replicas loop callbacks data prefetching evaluation examples
 
 .PHONY: train test test-all test-oldest lint format bench lock clean
 
