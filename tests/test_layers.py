@@ -21,7 +21,8 @@ LAYERS = tuple(
         # 0: the machine, and trees of values
         """notices tree simulation devices distributed""",
         # 1: values on devices
-        """sharding placement rng metrics compiles varying replicas""",
+        """sharding placement rng metrics signatures compiles
+        observers varying replicas""",
         # 2: one step: the train step, then any step on all devices
         """reduce step first_step parallel""",
         # 3: data in, numbers out

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.tree import describe_leaf, named_leaves
+from lockstep.signatures import Signature
 
 _log = logging.getLogger("lockstep")
 
@@ -15,13 +15,13 @@ class Compile:
     """One compile: when the step met these arguments first.
 
     Attributes:
-        reason: "first call", or the leaves that differ from the nearest known call.
-        signature: path of every leaf -> its dtype and shape.
+        reason: "first call", or what differs from the nearest known call.
+        signature: the types of all leaves, and what is static.
         seconds: wall time of the call that compiled, with tracing.
     """
 
     reason: str
-    signature: Mapping[str, str]
+    signature: Signature
     seconds: float | None = None
 
 
@@ -37,6 +37,8 @@ class CompileLog:
 
     def __init__(self, name: str, max_compiles: int | None = None) -> None:
         """Start an empty log; above `max_compiles` a further compile raises."""
+        if max_compiles is not None and max_compiles < 1:
+            raise ValueError(f"max_compiles={max_compiles}: a step compiles once")
         self.name = name
         self.max_compiles = max_compiles
         self.entries: list[Compile] = []
@@ -46,45 +48,63 @@ class CompileLog:
         """The number of compiles so far."""
         return len(self.entries)
 
-    def begin(self, arguments: Mapping[str, Any]) -> None:
+    def begin(
+        self, arguments: Mapping[str, Any], static: Mapping[str, Any] | None = None
+    ) -> None:
         """Note that these named arguments are being compiled, and say why.
+
+        Args:
+            arguments: the arguments; leaves that are no arrays or numbers are static.
+            static: further arguments, static as a whole.
 
         Raises:
             RuntimeError: more than `max_compiles`.
         """
-        signature = {
-            path: describe_leaf(leaf)
-            for name, argument in arguments.items()
-            for path, leaf in named_leaves(argument, name)
-        }
-        reason = self._reason(signature)
+        signature = Signature.of(arguments, static)
+        reason, hint = self._reason(signature)
         if self.max_compiles is not None and self.count >= self.max_compiles:
             raise RuntimeError(
-                f"{self.name} would compile a {self.count + 1}. time, above "
-                f"max_compiles={self.max_compiles}: {reason}"
+                f"{self.name} would compile a {_ordinal(self.count + 1)} time, above "
+                f"max_compiles={self.max_compiles}: {reason}{hint}"
             )
         if self.entries:
-            _log.warning("%s: %s: compiling again", self.name, reason)
+            _log.warning("%s: %s: compiling again%s", self.name, reason, hint)
         self.entries.append(Compile(reason, signature))
 
     def finish(self, seconds: float) -> None:
         """Note how long the compile took that began last."""
-        self.entries[-1] = dataclasses.replace(self.entries[-1], seconds=seconds)
+        last = self.entries[-1]
+        self.entries[-1] = dataclasses.replace(last, seconds=seconds)
+        _log.info("%s compiled in %.1f s: %s", self.name, seconds, last.reason)
 
-    def _reason(self, new: Mapping[str, str]) -> str:
+    def forget_from(self, count: int) -> None:
+        """Forget all but the first `count` compiles: the others were not carried out."""
+        del self.entries[count:]
+
+    def __str__(self) -> str:
+        """One line a compile: number, seconds, reason."""
+        return "\n".join(
+            f"{self.name} compile {i}: {_seconds(entry)}{entry.reason}"
+            for i, entry in enumerate(self.entries, 1)
+        )
+
+    def _reason(self, new: Signature) -> tuple[str, str]:
+        """What changed since the nearest known call, and what may be done."""
         if not self.entries:
-            return "first call"
-        changes = [_changes(entry.signature, new) for entry in self.entries]
-        nearest = min(changes, key=len)
-        if not nearest:
-            return "the same leaves in a tree with other static parts (a new function?)"
-        more = f" and {len(nearest) - 3} more" if len(nearest) > 3 else ""
-        return ", ".join(nearest[:3]) + more
+            return "first call", ""
+        known = [(new.changes_from(e.signature), e.signature) for e in self.entries]
+        changes, nearest = min(known, key=lambda pair: len(pair[0]))
+        if not changes:
+            return "the same leaves in other containers or with other static parts", ""
+        more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+        short = new.lost_rows(nearest) and not new.changes_from(nearest)[3:]
+        hint = " (a short batch: remainder='pad' keeps one shape)" if short else ""
+        return ", ".join(changes[:3]) + more, hint
 
 
-def _changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    both = [p for p in new if p in old]
-    changed = [f"{p} {old[p]} -> {new[p]}" for p in both if old[p] != new[p]]
-    added = [f"{p} is new ({new[p]})" for p in new if p not in old]
-    gone = [f"{p} is gone" for p in old if p not in new]
-    return changed + added + gone
+def _seconds(entry: Compile) -> str:
+    return "" if entry.seconds is None else f"{entry.seconds:.1f} s, "
+
+
+def _ordinal(number: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")

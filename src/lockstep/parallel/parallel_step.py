@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep import first_step, placement
+from lockstep import first_step, observers, placement
 from lockstep.compiles import CompileLog
 from lockstep.parallel import program
 from lockstep.parallel.arguments import Placer
@@ -37,16 +37,25 @@ class ParallelStep:
         batch_argnums: the arguments that are split by rows.
         remainder: what happens to rows that do not divide.
         compiles: the log of compiles.
+        observers: those who see every call.
     """
 
-    def __init__(self, options: Options, *, compare_replicas: bool = True) -> None:
+    def __init__(
+        self,
+        options: Options,
+        *,
+        compare_replicas: bool = True,
+        max_compiles: int | None = None,
+    ) -> None:
         """Nothing is placed or traced yet."""
         self.fn, self.mesh = options.fn, options.mesh
         self.view = "global" if options.device_axis is None else "device"
         self.axis_name = options.row_axis
         self.batch_argnums = options.batch_argnums
         self.remainder = options.remainder
-        self.compiles = CompileLog(getattr(self.fn, "__name__", type(self.fn).__name__))
+        name = getattr(self.fn, "__name__", type(self.fn).__name__)
+        self.compiles = CompileLog(name, max_compiles)
+        self.observers = observers.for_new_step()
         self._options = options
         self._programs: dict[Any, program.Program] = {}
         self._strong: dict[Any, dict[int, Any]] = {}
@@ -69,6 +78,11 @@ class ParallelStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns as soon as it is dispatched."""
+        if self.observers:
+            return observers.observed(self.observers, self, self._call, args, kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         last = self._last_call
         if last and not kwargs and last.is_like((*args, {}), self._key_shapes(args)):
             return self._finish(last.program, last.program.run(*args, {}))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from lockstep import sharding
 from lockstep.compiles import CompileLog
 from lockstep.parallel.options import Options
-from lockstep.parallel.static_leaves import Static
+from lockstep.parallel.static_leaves import Static, unwrap
 from lockstep.tree import first_difference, named_leaves
 
 
@@ -76,7 +76,7 @@ def build(
         check_state(state, _state_in(out, state_at), names[at])
 
     def outer(*wrapped: Any) -> Any:
-        compiles.begin(dict(zip(names, wrapped, strict=True)))
+        compiles.begin(dict(zip(names, map(unwrap, wrapped), strict=True)))
         outputs = _keep_weak_types(state, inner(*wrapped), state_at)
         return outputs, _token(outputs, state_at)
 

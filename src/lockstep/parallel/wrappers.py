@@ -19,6 +19,7 @@ def parallelize(
     donate_argnums: int | tuple[int, ...] | None = None,
     remainder: str = "error",
     mask_name: str = "mask",
+    max_compiles: int | None = None,
 ) -> ParallelStep:
     """Run an unchanged single-device step over all devices (the global view).
 
@@ -35,10 +36,12 @@ def parallelize(
         remainder: what to do with rows that do not divide: "error", "pad", "drop" or
             "unsplit" (see `shard_batch`).
         mask_name: where a step finds the mask in a padded dict batch.
+        max_compiles: raise instead of compiling more often than this.
 
     Raises:
         ValueError: rows that do not divide, a step with `lax.pmean`, a lost mutation.
         TypeError: the step changes the structure, shapes or dtypes of its state.
+        RuntimeError: more than `max_compiles`; says what changed.
 
     Example:
         >>> import jax.numpy as jnp
@@ -52,7 +55,10 @@ def parallelize(
             f"this train step was made with axis_name={fn.axis_name!r} and averages by "
             "itself: use per_device(step), or make it without axis_name"
         )
-    return _wrap(fn, mesh, None, batch_argnums, donate_argnums, remainder, mask_name)
+    options = _options(
+        fn, mesh, None, batch_argnums, donate_argnums, remainder, mask_name
+    )
+    return ParallelStep(options, max_compiles=max_compiles)
 
 
 def per_device(
@@ -64,6 +70,7 @@ def per_device(
     donate_argnums: int | tuple[int, ...] | None = None,
     remainder: str = "error",
     mask_name: str = "mask",
+    max_compiles: int | None = None,
 ) -> ParallelStep:
     """Run a step that averages by itself on every device (the device view).
 
@@ -82,6 +89,7 @@ def per_device(
         donate_argnums: as in `parallelize`.
         remainder: "error", "pad" or "drop".
         mask_name: as in `parallelize`.
+        max_compiles: as in `parallelize`.
 
     Raises:
         ValueError: a step that averages nothing, a wrong axis name, keys in the state.
@@ -108,9 +116,10 @@ def per_device(
             "remainder='unsplit' gives every device the whole short batch, which the "
             "device view cannot average: use 'pad' or 'drop', or parallelize"
         )
-    return _wrap(
+    options = _options(
         fn, mesh, axis_name, batch_argnums, donate_argnums, remainder, mask_name
     )
+    return ParallelStep(options, max_compiles=max_compiles)
 
 
 def as_parallel(
@@ -139,7 +148,7 @@ def as_parallel(
     return step
 
 
-def _wrap(
+def _options(
     fn: Callable[..., Any],
     mesh: Mesh | None,
     device_axis: str | None,
@@ -147,8 +156,8 @@ def _wrap(
     donate_argnums: int | tuple[int, ...] | None,
     remainder: str,
     mask_name: str,
-) -> ParallelStep:
-    options = Options(
+) -> Options:
+    return Options(
         fn=fn,
         mesh=make_mesh() if mesh is None else mesh,
         device_axis=device_axis,
@@ -157,4 +166,3 @@ def _wrap(
         remainder=remainder,
         mask_name=mask_name,
     )
-    return ParallelStep(options)
