@@ -9,6 +9,7 @@ import jax
 from lockstep.compat.mapping import nested
 from lockstep.compat.mapping.options import read_options
 from lockstep.compat.mapping.programs import programs_of
+from lockstep.observers import for_new_step, observed
 
 
 def pmap(
@@ -55,7 +56,7 @@ def pmap(
     Returns:
         A function of arguments with the mapped axis. Its `.lower(*args)` gives the
         lowered program; in several processes that one takes and returns arrays of all
-        processes.
+        processes. Its `.compiles` is the log of compiles.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -81,11 +82,16 @@ def pmap(
         backend,
         axis_size,
     )
-    programs = programs_of(fun, options)
+    programs, watching = programs_of(fun, options), for_new_step()
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         if nested.inside_a_map():
             return nested.call_inner(fun, options, args, kwargs)
+        if watching:
+            return observed(watching, mapped, call, args, kwargs)
+        return call(args, kwargs)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return programs.use(fun, lambda run, leaves: run(leaves), args, kwargs)
 
     def lower(*args: Any, **kwargs: Any) -> Any:
@@ -94,4 +100,5 @@ def pmap(
     # All but the qualified name, by which others tell a mapped function.
     update_wrapper(mapped, fun, ("__module__", "__name__", "__doc__"))
     mapped.lower, mapped.moves = lower, programs.moves
+    mapped.compiles, mapped.observers = programs.compiles, watching
     return mapped

@@ -19,6 +19,7 @@ from lockstep.compat.mapping.shards import (
     specs,
     stacked,
 )
+from lockstep.compiles import CompileLog
 
 
 class Program:
@@ -30,10 +31,16 @@ class Program:
     """
 
     def __init__(
-        self, leaves: MappedLeaves, static: tuple[Any, ...], mesh: Mesh, moves: Moves
+        self,
+        leaves: MappedLeaves,
+        static: tuple[Any, ...],
+        mesh: Mesh,
+        moves: Moves,
+        compiles: CompileLog,
     ):
         self.leaves = leaves
         self._static, self._mesh, self._moves = static, mesh, moves
+        self._compiles = compiles
         self._axis_name, *inner = mesh.axis_names
         self._has_inner_maps = bool(inner)
         self.wants = [self._layout(axis) for axis in leaves.axes]
@@ -123,6 +130,7 @@ class Program:
 
         def mapped(*leaves: Any) -> Any:  # traced once a signature
             self.leaves.check(leaves, self._mesh.devices.shape[0])
+            self._note_compile(leaves)
             with _no_other_mesh(self._mesh):
                 out = jax.shard_map(
                     on_rows(self._call, axes, options.out_axes),
@@ -137,6 +145,13 @@ class Program:
 
         mapped.__name__ = self.leaves.function_name()
         return mapped
+
+    def _note_compile(self, leaves: tuple[Any, ...]) -> None:
+        static = self.leaves.static_names(len(self._static))
+        self._compiles.begin(
+            dict(zip(self.leaves.names(leaves), leaves, strict=True)),
+            dict(zip(static, self._static, strict=True)),
+        )
 
     def _call(self, *rows: Any) -> Any:
         mapped, kwargs = jax.tree.unflatten(self.leaves.tree, rows)

@@ -1,6 +1,7 @@
 """All programs of a mapped function: found by signature, shared by its mappings."""
 
 import math
+import time
 import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -18,6 +19,7 @@ from lockstep.compat.mapping.leaves import MappedLeaves
 from lockstep.compat.mapping.moves import Moves
 from lockstep.compat.mapping.options import Options, input_axes
 from lockstep.compat.mapping.program import Program
+from lockstep.compiles import CompileLog
 
 Fun = Callable[..., Any]
 
@@ -25,8 +27,15 @@ Fun = Callable[..., Any]
 class Signature:
     """The programs for one structure of arguments and one set of static values."""
 
-    def __init__(self, leaves: MappedLeaves, static: tuple[Any, ...], moves: Moves):
+    def __init__(
+        self,
+        leaves: MappedLeaves,
+        static: tuple[Any, ...],
+        moves: Moves,
+        compiles: CompileLog,
+    ):
         self.leaves, self._static, self._moves = leaves, static, moves
+        self._compiles = compiles
         self._first = leaves.first()
         self._axis = leaves.axes[self._first]
         self._programs: dict[Hashable, Program] = {}
@@ -62,9 +71,11 @@ class Signature:
 
     def _build(self, size: int, mesh: Mesh) -> Program:
         if mesh.size == mesh.local_mesh.size:
-            return Program(self.leaves, self._static, mesh, self._moves)
-        alone = partial(self._warned_alone, size)
-        return SpanningProgram(self.leaves, self._static, mesh, self._moves, alone)
+            return Program(*self._parts(mesh))
+        return SpanningProgram(*self._parts(mesh), partial(self._warned_alone, size))
+
+    def _parts(self, mesh: Mesh) -> tuple[Any, ...]:
+        return self.leaves, self._static, mesh, self._moves, self._compiles
 
     def _warned_alone(self, size: int) -> Program:
         notices.say_once(
@@ -90,6 +101,8 @@ class Programs:
         self._fun, self._options = fun, options
         self._signatures: dict[Hashable, Signature] = {}
         self.moves = Moves()
+        name = getattr(fun(), "__name__", type(fun()).__name__)
+        self.compiles = CompileLog(name)
 
     def use(
         self,
@@ -109,14 +122,20 @@ class Programs:
         if signature is None:
             axes = input_axes(self._options, mapped, kwargs)
             described = MappedLeaves(self._fun, self._options, tree, axes)
-            signature = Signature(described, static, self.moves)
+            signature = Signature(described, static, self.moves, self.compiles)
             self._signatures[tree, static] = signature
         size = signature.size(leaves)
+        started, compiled = time.perf_counter(), self.compiles.count
         while True:
             try:
-                return action(signature.program(size), leaves)
+                result = action(signature.program(size), leaves)
             except nested.DeeperMesh as deeper:
                 signature.widen(size, deeper.axes)
+                self.compiles.forget_from(compiled)  # nothing came of it
+                continue
+            if self.compiles.count > compiled:
+                self.compiles.finish(time.perf_counter() - started)
+            return result
 
 
 _shared: dict[int, tuple[weakref.ref, dict[Hashable, Programs]]] = {}

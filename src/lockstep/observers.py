@@ -1,0 +1,70 @@
+"""Somebody may want to see every call of a step: a guard, `lockstep run --watch`.
+
+Each step has a list of its own observers; while it is empty a call costs one look at
+it. A step is a `ParallelStep` or what `compat.pmap` returned.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+
+class Observer(Protocol):
+    """Sees the calls of a step from outside; what it raises ends the call."""
+
+    def before(
+        self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> None:
+        """A call begins; the arguments are the caller's own, not placed yet."""
+        ...
+
+    def after(self, step: Any, outputs: Any, /) -> None:
+        """The call was handed to the devices; the next one takes over the state."""
+        ...
+
+
+_everywhere: list[Observer] = []
+
+
+def for_new_step() -> list[Observer]:
+    """The observers of a step that is being made: those who watch all steps."""
+    return list(_everywhere)
+
+
+@contextmanager
+def watching(observer: Observer) -> Iterator[None]:
+    """Lets one observer see the calls of all steps that are made inside."""
+    _everywhere.append(observer)
+    try:
+        yield
+    finally:
+        _everywhere.remove(observer)
+
+
+def observed(
+    observers: list[Observer],
+    step: Any,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """One call of a step, seen by its observers.
+
+    Example:
+        >>> class Count:
+        ...     def before(self, step, args, kwargs):
+        ...         print("called with", args)
+        ...     def after(self, step, outputs):
+        ...         print("returned", outputs)
+        >>> observed([Count()], None, lambda args, kwargs: abs(*args), (-1,), {})
+        called with (-1,)
+        returned 1
+        1
+    """
+    seeing = tuple(observers)  # one of them may leave the list
+    for observer in seeing:
+        observer.before(step, args, kwargs)
+    outputs = run(args, kwargs)
+    for observer in seeing:
+        observer.after(step, outputs)
+    return outputs
