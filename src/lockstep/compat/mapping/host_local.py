@@ -21,6 +21,7 @@ from lockstep.compat.mapping.leaves import MappedLeaves
 from lockstep.compat.mapping.moves import Moves, whereabouts
 from lockstep.compat.mapping.program import Program, is_traced
 from lockstep.compat.mapping.shards import is_float0
+from lockstep.compiles import CompileLog
 
 _behind: dict[int, tuple[weakref.ref, jax.Array]] = {}
 """The global array behind a local one, by the identity of the local one."""
@@ -34,6 +35,7 @@ class SpanningProgram(Program):
         static: as for a `Program`.
         mesh: over the devices of all processes.
         moves: as for a `Program`.
+        compiles: as for a `Program`.
         alone: gives the program for the devices of this process alone.
     """
 
@@ -43,9 +45,10 @@ class SpanningProgram(Program):
         static: tuple[Any, ...],
         mesh: Mesh,
         moves: Moves,
+        compiles: CompileLog,
         alone: Callable[[], Program],
     ):
-        super().__init__(leaves, static, mesh, moves)
+        super().__init__(leaves, static, mesh, moves, compiles)
         self._alone = alone
         self._size_here = mesh.local_mesh.devices.shape[0]
         self._wants_here = [_here(want) for want in self.wants]

@@ -106,6 +106,12 @@ class MappedLeaves:
             for path, _ in named_leaves(argument, name)
         ]
 
+    def static_names(self, count: int) -> list[str]:
+        """The names of the static arguments, of which there are `count`."""
+        total = len(self.tree.children()[0].children()) + count
+        names = _parameter_names(self.fun(), total)
+        return [names[i] for i in self.options.static]
+
 
 _UNREPLICATED = (
     "These look un-replicated: pass them through lockstep.compat.replicate(), or give "
