@@ -99,6 +99,6 @@ def pmap(
 
     # All but the qualified name, by which others tell a mapped function.
     update_wrapper(mapped, fun, ("__module__", "__name__", "__doc__"))
-    mapped.lower, mapped.moves = lower, programs.moves
-    mapped.compiles, mapped.observers = programs.compiles, watching
+    mapped.lower, mapped.moves = lower, programs.records.moves
+    mapped.compiles, mapped.observers = programs.records.compiles, watching
     return mapped

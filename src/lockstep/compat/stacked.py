@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import keystr, tree_map_with_path
 
 from lockstep.compat.mapping.shards import stacked
@@ -33,8 +34,8 @@ def device_put_replicated(x: Any, devices: Sequence[jax.Device]) -> Any:
     """
     if not isinstance(devices, Sequence) or not devices:
         raise ValueError(
-            "`devices` argument to `device_put_replicated` must be a non-empty sequence, "
-            f"not {devices!r}"
+            "`devices` argument to `device_put_replicated` must be a non-empty "
+            f"sequence, not {devices!r}"
         )
     return jax.tree.map(lambda leaf: _stack([leaf] * len(devices), devices), x)
 
@@ -58,13 +59,13 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
     """
     if not isinstance(shards, Sequence):
         raise TypeError(
-            "device_put_sharded `shards` input must be a sequence (a list or tuple, one "
-            f"tree a device); got {type(shards).__name__}"
+            "device_put_sharded `shards` input must be a sequence (a list or tuple, "
+            f"one tree a device); got {type(shards).__name__}"
         )
     if len(shards) != len(devices):
         raise ValueError(
-            f"len(shards) = {len(shards)} must equal len(devices) = {len(devices)}: give "
-            "one shard a device"
+            f"len(shards) = {len(shards)} must equal len(devices) = {len(devices)}: "
+            "give one shard a device"
         )
     if not len(shards):
         raise ValueError("device_put_sharded needs at least one shard and device")
@@ -148,7 +149,7 @@ def prefetch_to_device(
                 f"batch{keystr(path)} has shape {leaf.shape}; its leading axis must be "
                 f"the {len(devices)} devices: split it with lockstep.compat.shard()"
             )
-        return jax.device_put(_own(leaf, devices[0]), sharding)
+        return jax.device_put(_own(leaf), sharding)
 
     waiting: deque[Any] = deque()
     for batch in iterator:
@@ -159,7 +160,13 @@ def prefetch_to_device(
 
 
 def shard(xs: Any) -> Any:
-    """Splits the rows of every leaf over the local devices: `[B, ...]` to `[N, B/N, ...]`.
+    """Splits the rows of every leaf over the N local devices.
+
+    Args:
+        xs: a tree of arrays `[B, ...]`.
+
+    Returns:
+        The tree with leaves `[N, B / N, ...]`.
 
     Raises:
         ValueError: the rows do not divide by the number of devices.
@@ -174,8 +181,8 @@ def shard(xs: Any) -> Any:
         rows = x.shape[0] if x.ndim else None
         if rows is None or rows % count:
             raise ValueError(
-                f"xs{keystr(path)} has shape {x.shape}; {count} devices need a multiple "
-                f"of {count} rows: drop or pad rows, or use pad_shard_unpad"
+                f"xs{keystr(path)} has shape {x.shape}; {count} devices need a "
+                f"multiple of {count} rows: drop or pad rows, or use pad_shard_unpad"
             )
         return x.reshape((count, rows // count, *x.shape[1:]))
 
@@ -193,7 +200,7 @@ def stack_forest(forest: Sequence[Any]) -> Any:
 
 
 def get_metrics(device_metrics: Sequence[Any]) -> Any:
-    """The metrics of many steps, as `pmap` returned them, stacked over time on the host.
+    """The metrics of many steps, as `pmap` returned them, over time and on the host.
 
     Args:
         device_metrics: one tree a step, of leaves `[N, ...]` equal in all rows.
@@ -230,24 +237,36 @@ def _stack(
     if kind.weak_type:  # assembled from pieces it would come out strong
         first = [jax.device_put(row, devices[0]) for row in rows]
         return jax.device_put(jnp.stack(first), sharding)
-    # One call for all devices, each row straight to its own.
-    lifted = {id(row): row[None] for row in rows if isinstance(row, jax.Array)}
-    pieces = jax.device_put(
-        [
-            lifted[id(row)] if id(row) in lifted else _own(row, device)[None]
-            for row, device in zip(rows, devices, strict=True)
-        ],
-        list(devices),
-    )
+    if not any(isinstance(row, jax.Array) for row in rows):
+        return jax.device_put(_stack_on_host(rows, kind.dtype), sharding)
+    # Each row straight to its own device; one for all of them is lifted once.
+    lifted = {id(row): jnp.expand_dims(row, 0) for row in rows}
+    pieces = jax.device_put([lifted[id(row)] for row in rows], list(devices))
     shape = (len(rows), *kind.shape)
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
-def _own(leaf: Any, device: jax.Device) -> Any:
-    """A copy of what a CPU device would borrow: it takes NumPy's memory as it is."""
+def _stack_on_host(rows: Sequence[Any], dtype: Any) -> np.ndarray:
+    """The rows as one array; where all are one object, as views of one copy."""
+    if all(row is rows[0] for row in rows):
+        row = _own(np.asarray(rows[0], dtype))
+        return np.broadcast_to(row, (len(rows), *row.shape))
+    return np.stack([np.asarray(row, dtype) for row in rows])
+
+
+def _own(leaf: Any) -> Any:
+    """A copy of NumPy's memory, for a CPU device may borrow what it is given.
+
+    It does where the memory starts at a multiple of 64 bytes; so does the copy, which
+    spares the device a copy of its own.
+    """
     if isinstance(leaf, jax.Array):
         return leaf
-    return np.array(leaf, copy=device.platform == "cpu" or None)
+    memory = np.empty(leaf.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
+    copy[...] = leaf
+    return copy
 
 
 def _kind(leaf: Any) -> Any:
@@ -262,7 +281,7 @@ def _kind(leaf: Any) -> Any:
 def _first_row(path: Any, leaf: Any) -> Any:
     if not np.ndim(leaf):
         return leaf
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
         return leaf[0]
     devices = len(leaf.sharding.device_set)
     first = leaf.addressable_shards[0].data
@@ -272,8 +291,8 @@ def _first_row(path: Any, leaf: Any) -> Any:
         return first.squeeze(0) if first.shape[0] == 1 else first[0]
     if leaf.shape[0] == devices:
         raise ValueError(
-            f"tree{keystr(path)} {list(leaf.shape)} is the same on all {devices} devices: "
-            "nobody can tell whether its leading axis is the device axis; take x[0] for "
-            "its first row, or x itself"
+            f"tree{keystr(path)} {list(leaf.shape)} is the same on all {devices} "
+            "devices: nobody can tell whether its leading axis is the device axis; "
+            "take x[0] for its first row, or x itself"
         )
     return first

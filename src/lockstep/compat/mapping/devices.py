@@ -1,5 +1,7 @@
 """Which devices a mapped axis lies on, in one process and in several."""
 
+from collections import Counter
+
 import jax
 from jax.sharding import Mesh
 
@@ -22,25 +24,20 @@ def pick(options: Options, size: int, inner: int, alone: bool) -> list[jax.Devic
         alone: leave the other processes out.
 
     Raises:
-        ValueError: there are not so many devices, or this process would leave some of
-            its own idle while others wait for them.
+        ValueError: there are not so many devices, or `axis_size` says otherwise.
     """
-    everyone, local = _everyone(options), mine(options)
-    need = size * inner
+    local, need = mine(options), size * inner
     if need > len(local):
         raise ValueError(_too_few(options, size, inner, len(local)))
-    if alone or len(local) == len(everyone):
-        picked = local[:need]
-    elif need == len(local):
-        picked = everyone
-    else:
-        raise ValueError(
-            f"the mapped axis of a pmap over several processes has size {need} in this "
-            f"one, which has {len(local)} devices: map over jax.local_device_count(), "
-            "or give devices="
-        )
+    if alone:
+        return local[:need]
+    picked, taken = [], Counter()
+    for device in _everyone(options):
+        if taken[device.process_index] < need:
+            taken[device.process_index] += 1
+            picked.append(device)
     whole = len(picked) // inner
-    if options.axis_size is not None and options.axis_size != whole and not alone:
+    if options.axis_size not in (None, whole):
         raise ValueError(
             f"Specified axis_size {options.axis_size} doesn't match received "
             f"axis_size {whole}."
@@ -49,13 +46,22 @@ def pick(options: Options, size: int, inner: int, alone: bool) -> list[jax.Devic
 
 
 def check_all_used(options: Options, mesh: Mesh) -> None:
-    """Raises if `devices=` named more devices than the map has rows for.
+    """Raises if the map leaves devices idle that were named, or that others wait for.
 
     Asked after the function was traced, because maps inside it may use the others.
     """
-    used, size = mesh.local_mesh.size, mesh.local_mesh.devices.shape[0]
-    if options.devices is not None and used != len(mine(options)):
-        raise ValueError(_not_the_number(size, len(mine(options))))
+    used, present = mesh.local_mesh.size, len(mine(options))
+    if used == present:
+        return
+    size = mesh.local_mesh.devices.shape[0]
+    if options.devices is not None:
+        raise ValueError(_not_the_number(size, present))
+    if used < mesh.size:
+        raise ValueError(
+            f"the mapped axis of a pmap over several processes has size {size} in this "
+            f"one, which has {present} devices: map over jax.local_device_count(), or "
+            "give devices="
+        )
 
 
 def _everyone(options: Options) -> list[jax.Device]:

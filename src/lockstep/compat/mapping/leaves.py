@@ -85,7 +85,9 @@ class MappedLeaves:
 
     def donated(self) -> tuple[int, ...]:
         """The positions of the leaves of the donated arguments."""
-        counts = [argument.num_leaves for argument in self.tree.children()[0].children()]
+        counts = [
+            argument.num_leaves for argument in self.tree.children()[0].children()
+        ]
         ends = [*accumulate(counts, initial=0)]
         arguments = [i for i in self.options.donated if i < len(counts)]
         return tuple(p for i in arguments for p in range(ends[i], ends[i + 1]))

@@ -18,11 +18,12 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from lockstep import notices
 from lockstep.compat.mapping.leaves import MappedLeaves
 from lockstep.compat.mapping.options import Options, input_axes, spread
-from lockstep.compat.mapping.shards import on_rows, spec, specs
+from lockstep.compat.mapping.shards import on_rows, specs
 
 Axes = tuple[tuple[str, int], ...]
 """The names and sizes of the axes of a mesh, the outermost first."""
@@ -85,13 +86,13 @@ def _next_axis(options: Options, size: int) -> str | None:
     """The mesh axis to map over; `None` where it has another size."""
     if options.devices is not None:
         raise ValueError(
-            "Nested pmap with explicit devices argument. Give devices= to the outermost "
-            "pmap alone: it lays out the mesh for both."
+            "Nested pmap with explicit devices argument. Give devices= to the "
+            "outermost pmap alone: it lays out the mesh for both."
         )
     if getattr(_here, "axes", None) is None:
         raise ValueError(
-            "pmap inside a shard_map that is not lockstep.compat.pmap's: map once, over "
-            "a mesh with both axes, or make the outer map a lockstep.compat.pmap"
+            "pmap inside a shard_map that is not lockstep.compat.pmap's: map once, "
+            "over a mesh with both axes, or make the outer map a lockstep.compat.pmap"
         )
     if _here.depth == len(_here.axes):
         taken = [name for name, _ in _here.axes]
@@ -135,13 +136,16 @@ def _as_vmap(
 def _split(
     leaves: list[Any], axes: tuple[int | None, ...], mesh_axis: str
 ) -> list[Any]:
-    """The leaves with a hint to XLA: each on its axis, over this axis of the mesh."""
-    return [
-        leaf
-        if axis is None
-        else lax.with_sharding_constraint(leaf, spec(axis, mesh_axis))
-        for leaf, axis in zip(leaves, axes, strict=True)
-    ]
+    """The leaves with a hint to XLA: each is split on its axis over the mesh axis."""
+
+    def hint(leaf: Any, axis: int) -> Any:
+        # Maps inside this one may split the other axes.
+        parts: list[Any] = [P.UNCONSTRAINED] * jax.numpy.ndim(leaf)
+        parts[axis] = mesh_axis
+        return lax.with_sharding_constraint(leaf, P(*parts))
+
+    pairs = zip(leaves, axes, strict=True)
+    return [leaf if axis is None else hint(leaf, axis) for leaf, axis in pairs]
 
 
 def _as_shard_map(

@@ -57,8 +57,8 @@ class Options:
             return args, ()
         if self.static[-1] >= len(args):
             raise ValueError(
-                f"pmapped function has static_broadcasted_argnums={self.static} but was "
-                f"called with only {len(args)} positional argument"
+                f"pmapped function has static_broadcasted_argnums={self.static} but "
+                f"was called with only {len(args)} positional argument"
                 f"{'s' * (len(args) != 1)}. All static broadcasted arguments must be "
                 "passed positionally."
             )
@@ -90,8 +90,8 @@ def read_options(
         raise ValueError("'devices' argument to pmap must be non-empty, or None.")
     if axis_name is not None and not isinstance(axis_name, str):
         raise TypeError(
-            f"pmap axis_name must be a string, not {axis_name!r}: JAX names the axes of "
-            "a mesh by strings"
+            f"pmap axis_name must be a string, not {axis_name!r}: JAX names the axes "
+            "of a mesh by strings"
         )
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -22,6 +22,13 @@ from lockstep.compat.mapping.shards import (
 from lockstep.compiles import CompileLog
 
 
+class Records(NamedTuple):
+    """What is recorded of a mapped function, over all its programs."""
+
+    moves: Moves
+    compiles: CompileLog
+
+
 class Program:
     """A function mapped over the first axis of a mesh, compiled at its first call.
 
@@ -35,12 +42,10 @@ class Program:
         leaves: MappedLeaves,
         static: tuple[Any, ...],
         mesh: Mesh,
-        moves: Moves,
-        compiles: CompileLog,
+        records: Records,
     ):
         self.leaves = leaves
-        self._static, self._mesh, self._moves = static, mesh, moves
-        self._compiles = compiles
+        self._static, self._mesh, self._records = static, mesh, records
         self._axis_name, *inner = mesh.axis_names
         self._has_inner_maps = bool(inner)
         self.wants = [self._layout(axis) for axis in leaves.axes]
@@ -89,7 +94,7 @@ class Program:
         if moved:
             names = self.leaves.names(leaves)
             name = self.leaves.function_name()
-            self._moves.count(name, {names[p]: leaves[p] for p in moved})
+            self._records.moves.count(name, {names[p]: leaves[p] for p in moved})
 
     def _layout(self, axis: int | None) -> NamedSharding:
         if self._has_inner_maps:
@@ -148,7 +153,7 @@ class Program:
 
     def _note_compile(self, leaves: tuple[Any, ...]) -> None:
         static = self.leaves.static_names(len(self._static))
-        self._compiles.begin(
+        self._records.compiles.begin(
             dict(zip(self.leaves.names(leaves), leaves, strict=True)),
             dict(zip(static, self._static, strict=True)),
         )

@@ -18,7 +18,7 @@ from lockstep.compat.mapping.host_local import SpanningProgram
 from lockstep.compat.mapping.leaves import MappedLeaves
 from lockstep.compat.mapping.moves import Moves
 from lockstep.compat.mapping.options import Options, input_axes
-from lockstep.compat.mapping.program import Program
+from lockstep.compat.mapping.program import Program, Records
 from lockstep.compiles import CompileLog
 
 Fun = Callable[..., Any]
@@ -31,11 +31,9 @@ class Signature:
         self,
         leaves: MappedLeaves,
         static: tuple[Any, ...],
-        moves: Moves,
-        compiles: CompileLog,
+        records: Records,
     ):
-        self.leaves, self._static, self._moves = leaves, static, moves
-        self._compiles = compiles
+        self.leaves, self._static, self._records = leaves, static, records
         self._first = leaves.first()
         self._axis = leaves.axes[self._first]
         self._programs: dict[Hashable, Program] = {}
@@ -71,11 +69,9 @@ class Signature:
 
     def _build(self, size: int, mesh: Mesh) -> Program:
         if mesh.size == mesh.local_mesh.size:
-            return Program(*self._parts(mesh))
-        return SpanningProgram(*self._parts(mesh), partial(self._warned_alone, size))
-
-    def _parts(self, mesh: Mesh) -> tuple[Any, ...]:
-        return self.leaves, self._static, mesh, self._moves, self._compiles
+            return Program(self.leaves, self._static, mesh, self._records)
+        alone = partial(self._warned_alone, size)
+        return SpanningProgram(self.leaves, self._static, mesh, self._records, alone)
 
     def _warned_alone(self, size: int) -> Program:
         notices.say_once(
@@ -100,9 +96,8 @@ class Programs:
     def __init__(self, fun: Callable[[], Fun], options: Options):
         self._fun, self._options = fun, options
         self._signatures: dict[Hashable, Signature] = {}
-        self.moves = Moves()
         name = getattr(fun(), "__name__", type(fun()).__name__)
-        self.compiles = CompileLog(name)
+        self.records = Records(Moves(), CompileLog(name))
 
     def use(
         self,
@@ -122,19 +117,21 @@ class Programs:
         if signature is None:
             axes = input_axes(self._options, mapped, kwargs)
             described = MappedLeaves(self._fun, self._options, tree, axes)
-            signature = Signature(described, static, self.moves, self.compiles)
+            signature = Signature(described, static, self.records)
             self._signatures[tree, static] = signature
-        size = signature.size(leaves)
-        started, compiled = time.perf_counter(), self.compiles.count
+        size, log = signature.size(leaves), self.records.compiles
+        started, compiled = time.perf_counter(), log.count
         while True:
             try:
                 result = action(signature.program(size), leaves)
-            except nested.DeeperMesh as deeper:
-                signature.widen(size, deeper.axes)
-                self.compiles.forget_from(compiled)  # nothing came of it
+            except BaseException as error:
+                log.forget_from(compiled)  # nothing came of it
+                if not isinstance(error, nested.DeeperMesh):
+                    raise
+                signature.widen(size, error.axes)
                 continue
-            if self.compiles.count > compiled:
-                self.compiles.finish(time.perf_counter() - started)
+            if log.count > compiled:
+                log.finish(time.perf_counter() - started)
             return result
 
 
@@ -155,4 +152,5 @@ def programs_of(fun: Fun, options: Options) -> Programs:
             return Programs(lambda: fun, options)
         by_options = {}
         _shared[id(fun)] = reference, by_options
-    return by_options.setdefault(options.key(), Programs(reference, options))
+    alive: Any = reference
+    return by_options.setdefault(options.key(), Programs(alive, options))
