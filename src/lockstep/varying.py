@@ -94,6 +94,18 @@ def inner_jaxprs(eqn: Any) -> list[core.Jaxpr]:
     return found
 
 
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """How many inputs of a scan are constants, and how many after them are carried.
+
+    Counted by rank, for the parameter names differ between versions of JAX: a scanned
+    input or stacked output has one axis more outside than in the body.
+    """
+    body = _open(eqn.params["jaxpr"])
+    n_xs = sum(map(_rank_differs, eqn.invars, body.invars))
+    n_carry = len(eqn.outvars) - sum(map(_rank_differs, eqn.outvars, body.outvars))
+    return len(eqn.invars) - n_carry - n_xs, n_carry
+
+
 def _flow(
     jaxpr: core.Jaxpr, varies: list[bool], axis: str, seen: list[Any] | None = None
 ) -> list[bool]:
@@ -144,11 +156,7 @@ def _scan(
     eqn: Any, inputs: list[bool], axis: str, seen: list[Any] | None
 ) -> list[bool]:
     body = _open(eqn.params["jaxpr"])
-    # Counted by rank, for the parameter names differ between versions of JAX: a
-    # scanned input or stacked output has one axis more outside than in the body.
-    n_xs = sum(map(_rank_differs, eqn.invars, body.invars))
-    n_carry = len(eqn.outvars) - sum(map(_rank_differs, eqn.outvars, body.outvars))
-    n_consts = len(inputs) - n_carry - n_xs
+    n_consts, n_carry = scan_parts(eqn)
     consts, xs = inputs[:n_consts], inputs[n_consts + n_carry :]
     carry = inputs[n_consts : n_consts + n_carry]
     while True:  # marks only grow, so this ends
