@@ -172,6 +172,15 @@ class TestPrograms:
         )
         assert self.found() == ["net/norms.py:2:8"]
 
+    def test_stacked_state_of_a_module_that_maps(self, here):
+        row = "import jax\nimport {}\nrow = jax.tree.map(lambda x: x[0], model.state)\n"
+        here(
+            train_DOT_py=row.format("steps"),
+            other_DOT_py=row.format("math"),
+            steps_DOT_py=self.TRAIN,
+        )
+        assert places(check(["."]), "row-of-stacked-state") == ["train.py:3:7"]
+
     def test_a_module_that_nobody_maps(self, here):
         here(
             train_DOT_py=self.TRAIN.format("import other"),

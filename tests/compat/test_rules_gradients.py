@@ -273,6 +273,29 @@ class TestMeanOfMeans:
             p = jax.pmap(lambda w, x, m: lax.pmean(jax.grad(loss)(w, x, m), "i"), "i")
         """)
 
+    def test_of_sums_from_a_helper_beside_a_metric_that_is_summed(self):
+        self.found("""
+            def weighted(values, weights=None):
+                total, count = values.sum(), values.size
+                if weights is not None:
+                    total, count = (values * weights).sum(), weights.sum()
+                return total, count
+
+            def metrics_of(values, weights):
+                total, count = weighted(values, weights)
+                return lax.psum({"loss": total, "count": count}, "i")
+
+            def train_step(w, x, weights):
+                def loss(w):
+                    total, count = weighted(w * x, weights)
+                    mean = total / count  # <-
+                    return mean
+                grads = lax.pmean(jax.grad(loss)(w), "i")
+                return w - grads, metrics_of(w * x, weights)
+
+            p_train_step = jax.pmap(train_step, axis_name="i")
+        """)
+
     def test_spelled_as_mean_or_average(self):
         self.found("""
             @partial(jax.pmap, axis_name="i")

@@ -73,6 +73,28 @@ class TestOneKeyForAllDevices:
                 return w - lax.pmean(grads, "i")
         """)
 
+    @pytest.mark.parametrize("seed", ["SEED", "int(time.time())", "self.seed", ""])
+    def test_made_of_what_is_no_argument(self, seed):
+        self.found(f"""
+            import time
+            SEED = 3
+
+            @partial(jax.pmap, axis_name="i")
+            def step(w, x):
+                rngs = {{"dropout": jax.random.key({seed})}}  # <-
+                return lax.pmean(jax.grad(loss)(w, x, rngs), "i")
+        """)
+
+    @pytest.mark.parametrize("seed", ["seed", "state.step", "n + 1"])
+    def test_made_of_an_argument_it_may_be_right(self, seed):
+        self.found(f"""
+            @partial(jax.pmap, axis_name="i")
+            def step(state, x, seed):
+                n = seed * 2
+                rngs = {{"dropout": jax.random.key({seed})}}
+                return lax.pmean(jax.grad(loss)(state, x, rngs), "i")
+        """)
+
     def test_broadcast_by_in_axes(self):
         self.found("""
             def train_step(w, x, rng):

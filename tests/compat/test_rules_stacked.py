@@ -141,6 +141,29 @@ class TestBatchNorm:
         assert_marked("batchnorm-of-one-device", "x = nn.BatchNorm()(x)")
 
 
+class TestUnpackedPop:
+    def test_of_variables(self):
+        assert_marked(
+            "unpacked-pop",
+            """
+            variables = model.init(key, x)
+            model_state, params = variables.pop("params")  # <-
+            """,
+        )
+
+    def test_ways_that_work(self):
+        assert_marked(
+            "unpacked-pop",
+            """
+            params = variables.pop("params")
+            params, rest = variables.pop("params"), variables
+            model_state, params = flax.core.pop(variables, "params")
+            a, b = stack.pop("other")
+            a, b = queue.pop()
+            """,
+        )
+
+
 class TestTexts:
     @pytest.mark.parametrize(
         "text",

@@ -241,6 +241,10 @@ def _numpy() -> Iterator[Name]:
 def _modules() -> Iterator[Name]:
     yield from _renamed("optimizers stax", "jax.experimental", "jax.example_libraries")
     yield from _renamed("linear_util", "jax", "jax.extend")
+    yield from _renamed(
+        "StepTraceContext=StepTraceAnnotation TraceContext=TraceAnnotation",
+        "jax.profiler",
+    )
     yield from _renamed("enable_x64", "jax.experimental", "jax")
     yield from _renamed(
         "Primitive Jaxpr ClosedJaxpr JaxprEqn Literal Var jaxpr_as_fun",
@@ -301,7 +305,7 @@ def _libraries() -> Iterator[Name]:
         "flax.optim.DynamicScale": "flax.training.dynamic_scale.DynamicScale",
         "optax.additive_weight_decay": "optax.add_decayed_weights",
     }.items():
-        yield Name(old, Kind.RENAMED, rename, rename)
+        yield Name(old, Kind.RENAMED, rename, rename, rename)
 
 
 def _still_there() -> Iterator[Name]:

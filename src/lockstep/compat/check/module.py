@@ -16,12 +16,13 @@ class Module(Code):
     """One module of a program.
 
     Attributes:
-        used_by_pmap: whether it, or a module that imports it, maps over devices.
+        runs_in_pmap: whether it, or a module that imports it, maps over devices.
+        drives_pmap: whether it, or a module that it imports, maps over devices.
     """
 
     def __init__(self, source: Source):
         super().__init__(source)
-        self.used_by_pmap = bool(self.mapped.all)
+        self.runs_in_pmap = self.drives_pmap = bool(self.mapped.all)
 
     @cached_property
     def uses(self) -> list[tuple[ast.AST, str]]:

@@ -8,15 +8,27 @@ from lockstep.compat.check.module import Module
 
 
 def link(modules: Iterable[Module]) -> None:
-    """Marks what is imported, at any remove, by a module that maps over devices."""
+    """Tells each module whether it, or one that it works with, maps over devices.
+
+    What a mapping module imports, at any remove, runs inside its `pmap`; what imports
+    a mapping module drives it.
+    """
     modules = list(modules)
-    todo = [module for module in modules if module.used_by_pmap]
+    imports = {module: _imported(module, modules) for module in modules}
+    todo = [module for module in modules if module.runs_in_pmap]
     while todo:
-        wanted = list(_imports(todo.pop()))
-        for module in modules:
-            if not module.used_by_pmap and any(_is(module, path) for path in wanted):
-                module.used_by_pmap = True
+        for module in imports[todo.pop()]:
+            if not module.runs_in_pmap:
+                module.runs_in_pmap = True
                 todo.append(module)
+    for module in modules:
+        if any(imported.mapped.all for imported in imports[module]):
+            module.drives_pmap = True
+
+
+def _imported(module: Module, modules: list[Module]) -> list[Module]:
+    wanted = list(_imports(module))
+    return [m for m in modules if m is not module and any(_is(m, p) for p in wanted)]
 
 
 def _imports(module: Module) -> Iterator[Path]:

@@ -6,6 +6,7 @@
 - `shards`: between a mapped axis and a shard of size 1 on it.
 - `moves`: inputs that lie elsewhere are moved, counted, and told of once.
 - `nested`: a map inside a map.
+- `unmapped`: results that were declared the same on all devices.
 - `program`: one function, for one structure of arguments, on one mesh.
 - `host_local`: the same where several processes each hold a part of the mesh.
 - `programs`: all programs of a function, found by the signature of a call.

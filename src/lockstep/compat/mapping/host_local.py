@@ -60,7 +60,7 @@ class SpanningProgram(Program):
         if whereabouts(leaves) != self._wants_here:
             self.leaves.check(leaves, self._size_here)
             self.tell_moves(leaves, self._wants_here, range(len(leaves)))
-        out = self._run(*map(to_global, leaves, self.wants))
+        out = self.run([*map(to_global, leaves, self.wants)])
         arrays, tree = jax.tree.flatten(out)
         return jax.tree.unflatten(tree, to_local(arrays))
 

@@ -19,6 +19,7 @@ from lockstep.compat.mapping.shards import (
     specs,
     stacked,
 )
+from lockstep.compat.mapping.unmapped import tell_of_differing
 from lockstep.compiles import CompileLog
 
 
@@ -56,6 +57,8 @@ class Program:
         if not self._has_inner_maps:  # where their results lie is up to XLA
             inputs = {"in_shardings": tuple(self.wants)}
             self._outputs = {"out_shardings": self._layouts(leaves.options.out_axes)}
+        out_axes = jax.tree.leaves(leaves.options.out_axes, is_leaf=is_none)
+        self._may_differ = None in out_axes and not inner
         self._run = jax.jit(
             function, donate_argnums=leaves.donated(), **inputs, **self._outputs
         )
@@ -67,6 +70,14 @@ class Program:
             if is_traced(leaves):
                 return self._traced(*leaves)
             leaves = self._place(leaves, where)
+        return self.run(leaves)
+
+    def run(self, leaves: Sequence[jax.Array]) -> Any:
+        """Runs on arrays that are in their places."""
+        if self._may_differ:
+            self._may_differ = False
+            traced = self._traced.trace(*leaves)
+            tell_of_differing(traced, self._axis_name, self.leaves.function_name())
         return self._run(*leaves)
 
     def lower(self, leaves: list[Any]) -> Any:

@@ -15,6 +15,7 @@ from lockstep.compat.check.rules.means import mean_of_means
 from lockstep.compat.check.rules.models import (
     batchnorm_of_one_device,
     batchnorm_with_axis_name,
+    unpacked_pop,
 )
 from lockstep.compat.check.rules.names import (
     gone_attribute,
@@ -49,6 +50,7 @@ RULES = (
     replicated_number,
     batchnorm_of_one_device,
     batchnorm_with_axis_name,
+    unpacked_pop,
     fetch_in_loop,
     ordered_print,
     fork_loader,

@@ -6,7 +6,6 @@ import re
 from lockstep.compat.check.code import (
     GRADS,
     KEY_MAKERS,
-    constant,
     last_name,
 )
 from lockstep.compat.check.findings import Level
@@ -79,7 +78,7 @@ _ADVICE = (
 def _constant_keys(module: Module, mapped: Mapped, nodes: list[ast.AST]) -> Remarks:
     for node in nodes:
         if _calls(module, node, {"jax.random.PRNGKey", "jax.random.key"}):
-            if isinstance(node, ast.Call) and node.args and _is_number(node.args[0]):
+            if isinstance(node, ast.Call) and _is_fixed(module, node):
                 yield (
                     node,
                     f"{mapped.name} makes the same key on every device and in every "
@@ -136,5 +135,16 @@ def _calls(module: Module, node: ast.AST, names: set[str]) -> bool:
     return isinstance(node, ast.Call) and module.dotted(node.func) in names
 
 
-def _is_number(node: ast.expr) -> bool:
-    return isinstance(constant(node), int)
+def _is_fixed(module: Module, call: ast.Call) -> bool:
+    """Whether nothing in the arguments comes from those of a function: a seed."""
+    names = (n for a in call.args for n in ast.walk(a) if isinstance(n, ast.Name))
+    return all(_is_from_outside(module, name) for name in names)
+
+
+def _is_from_outside(module: Module, name: ast.Name) -> bool:
+    """Whether a name is bound to no argument and no value of a function."""
+    if name.id in ("self", "cls"):
+        return True
+    scopes = module.scopes.scope_of(name).outward()
+    home = next((scope for scope in scopes if name.id in scope.names), None)
+    return home is None or isinstance(home.node, ast.Module)

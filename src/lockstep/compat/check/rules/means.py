@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import partial
 
 from lockstep.compat.check.code import FUNCTIONS, Code, keyword, last_name
 from lockstep.compat.check.findings import Level
@@ -22,10 +23,10 @@ def mean_of_means(module: Module) -> Remarks:
             continue
         nodes = module.reach(mapped.function)
         averages = any(module.dotted(n) == "jax.lax.pmean" for n in nodes)
-        if not averages or _reduces_counts(module, nodes):
+        if not averages:
             continue
-        for node in nodes:
-            if _is_masked_mean(module, node) and not _is_per_row(module, node):
+        for node in filter(partial(_is_masked_mean, module), nodes):
+            if not _is_per_row(module, node) and not _sums_beside(module, node):
                 yield (
                     node,
                     "each device divides by the count of its own rows and pmean then "
@@ -49,6 +50,8 @@ def _is_masked_mean(module: Module, node: ast.AST) -> bool:
 def _is_count(module: Module, node: ast.expr) -> bool:
     """Whether it is the sum of a whole mask: without an axis, and on one device."""
     made = module.value(node)
+    if isinstance(node, ast.Name) and isinstance(made, ast.Call):
+        made = _returned(module, node, made)
     if not isinstance(made, ast.Call):
         return False
     if module.dotted(made.func) in _SAFE:
@@ -63,6 +66,17 @@ def _is_count(module: Module, node: ast.expr) -> bool:
     return False
 
 
+def _returned(module: Module, name: ast.Name, call: ast.Call) -> ast.expr | None:
+    """What a function of this module returned for `total, count = function()`."""
+    binding, function = module.binding(name), module.function(call.func)
+    if function is None or binding is None or binding.at is None:
+        return call
+    for value in module.returns(function):
+        if isinstance(value, ast.Tuple) and binding.at < len(value.elts):
+            return module.value(value.elts[binding.at])
+    return None
+
+
 def _name_in(node: ast.AST) -> str:
     """`mask` of `batch['mask']`, `batch.mask` or `mask`."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
@@ -70,12 +84,14 @@ def _name_in(node: ast.AST) -> str:
     return last_name(node)
 
 
-def _reduces_counts(code: Code, nodes: list[ast.AST]) -> bool:
-    """Whether a count is summed over the devices somewhere."""
-    for node in nodes:
-        if isinstance(node, ast.Call) and code.dotted(node.func) == "jax.lax.psum":
-            return True
-    return False
+def _sums_beside(code: Code, node: ast.AST) -> bool:
+    """Whether the functions around it sum something over devices: a count, say."""
+    around = [a for a in code.scopes.ancestors(node) if isinstance(a, FUNCTIONS)]
+    inside = ast.walk(around[-1]) if around else ()
+    return any(
+        isinstance(n, ast.Call) and code.dotted(n.func) == "jax.lax.psum"
+        for n in inside
+    )
 
 
 def _is_per_row(module: Module, node: ast.AST) -> bool:

@@ -40,9 +40,27 @@ def batchnorm_with_axis_name(module: Module) -> Remarks:
             )
 
 
+@rule(Level.WARNING)
+def unpacked_pop(module: Module) -> Remarks:
+    """Finds `state, params = variables.pop("params")`: a dict pops one value."""
+    for node in module.nodes:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+            continue
+        call, pairs = node.value, [t for t in node.targets if isinstance(t, ast.Tuple)]
+        pops = isinstance(call.func, ast.Attribute) and call.func.attr == "pop"
+        if pops and len(call.args) == 1 and constant(call.args[0]) == "params":
+            if any(len(target.elts) == 2 for target in pairs):
+                yield (
+                    node,
+                    "since Flax 0.7 init returns a dict, whose pop returns one value, "
+                    "and this unpacks its keys: use flax.core.pop(variables, 'params') "
+                    "or run with FLAX_RETURN_FROZENDICT=1",
+                )
+
+
 def _batch_norms(module: Module) -> Iterator[tuple[ast.Call, str, bool]]:
     """Each BatchNorm of a program that maps over devices; whether it has an axis."""
-    if not module.used_by_pmap:
+    if not module.runs_in_pmap:
         return
     for call, dotted in module.calls:
         axis = _BATCH_NORMS.get(dotted) or _by_partial(module, call, dotted)

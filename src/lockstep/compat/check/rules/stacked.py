@@ -23,7 +23,7 @@ _REPLICATE = {"flax.jax_utils.replicate"}
 @rule(Level.WARNING)
 def row_of_stacked_state(module: Module) -> Remarks:
     """Finds `x[0]` of stacked state, which gathers the whole stack on every device."""
-    if not module.mapped.pmapped:
+    if not module.drives_pmap:
         return
     for call, dotted in module.calls:
         if (
@@ -52,18 +52,17 @@ def _takes_row_zero(function: ast.expr) -> bool:
 
 
 def _is_stacked(module: Module, tree: ast.expr) -> bool:
-    root = tree
+    names, root = [], tree
     while isinstance(root, (ast.Attribute, ast.Subscript)):
-        if isinstance(root, ast.Attribute) and last_name(root.value) == "self":
-            return bool(_STATE_NAME.search(root.attr))
+        names.append(last_name(root))
         root = root.value
     made = module.value(root)
     if isinstance(made, ast.Call):
-        return (
-            module.mapped.called(made) is not None
-            or module.dotted(made.func) in _STACKS
-        )
-    return made is None and bool(_STATE_NAME.search(last_name(root)))
+        if module.mapped.called(made) is not None:
+            return True
+        return module.dotted(made.func) in _STACKS
+    names.append(last_name(root))
+    return made is None and any(map(_STATE_NAME.search, names))
 
 
 @rule(Level.WARNING)
