@@ -20,6 +20,7 @@ device view, so there the grid has masks a row (Equinox) or none (Linen, Haiku).
 
 import jax
 import numpy as np
+import optax
 import pytest
 from equivalence.grid import FACTORS, Cell, all_cells, covering, pairs
 from equivalence.models import TASKS
@@ -35,6 +36,7 @@ from equivalence.training import (
     task_of,
     train_by_hand,
 )
+from flax import linen
 from same import assert_same
 
 import lockstep as ls
@@ -143,6 +145,35 @@ class TestWhereRowsMeet:
         state = step.init(it.params, model_state=it.model_state, key=jax.random.key(0))
         with pytest.raises(ValueError, match=r"BatchNorm_0.*axis_name='data'"):
             ls.per_device(step, mesh_of(4))(state, it.draw(np.random.default_rng(0), 8))
+
+    def test_negatives_of_one_device_are_seen_by_compare(self):
+        it = task_of(Cell("contrastive", 4, "device", 1, "full", "f32"), axis_name=None)
+        step = ls.make_train_step(it.loss, it.optimizer, axis_name="data")
+        batch = it.draw(np.random.default_rng(0), 8)
+        assert not ls.debug.compare(step, step.init(it.params), batch).same
+
+    def test_a_layer_that_takes_the_mask_may_be_padded(self):
+        class Net(linen.Module):
+            @linen.compact
+            def __call__(self, x, mask=None):
+                mask = None if mask is None else mask[:, None] > 0
+                x = linen.BatchNorm(use_running_average=False)(x, mask=mask)
+                return linen.Dense(1)(x)[:, 0]
+
+        def loss(params, model_state, batch):
+            variables, mask = {"params": params, **model_state}, batch.get("mask")
+            out, new = Net().apply(variables, batch["x"], mask, mutable=["batch_stats"])
+            return (out - batch["y"]) ** 2, ({}, new)
+
+        x = np.random.default_rng(0).normal(size=(13, 4)).astype(np.float32)
+        batch = {"x": x, "y": np.sin(x.sum(1))}
+        model_state = dict(Net().init(jax.random.key(0), x))
+        params = model_state.pop("params")
+        step = ls.make_train_step(loss, optax.sgd(0.1), model_state=True)
+        start = step.init(params, model_state=model_state)
+        want, _ = jax.jit(step)(start, batch)
+        got, _ = ls.parallelize(step, mesh_of(8), remainder="pad")(start, batch)
+        assert_same(got, want)
 
 
 class TestPlantedFaults:
