@@ -159,6 +159,29 @@ class TestOptions:
             pmap(3)
 
 
+class TestResultsThatAreNotStacked:
+    def test_those_that_differ_between_devices_are_told_of(self, caplog):
+        notices.reset()
+
+        def step(w, x):
+            mean = lax.pmean(x * w, "i")
+            return {"w": w + mean, "local": x.sum(), "count": 3}
+
+        f = pmap(step, "i", in_axes=(None, 0), out_axes=None)
+        for _ in range(2):
+            out = f(1.0, rows())
+        assert out["w"].tolist() == 4.5 and out["count"] == 3
+        (message,) = caplog.messages
+        assert "returns result['local'] with out_axes=None" in message
+
+    def test_nothing_is_told_of_equal_ones_and_of_stacked_ones(self, caplog):
+        notices.reset()
+        big = jnp.arange(3.0)
+        f = pmap(lambda x: (lax.psum(x, "i") + big[1], x), "i", out_axes=(None, 0))
+        f(rows(2))
+        assert not caplog.messages
+
+
 class TestTransformations:
     def test_grad_vmap_and_jit_around_it(self):
         f = pmap(lambda w, x: lax.pmean(jnp.sin(w) * x, "i"), "i")

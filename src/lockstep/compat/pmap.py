@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from lockstep.compat.mapping import nested
+from lockstep.compat.mapping.alone import Alone
 from lockstep.compat.mapping.options import read_options
 from lockstep.compat.mapping.programs import programs_of
 from lockstep.observers import for_new_step, observed
@@ -69,9 +70,6 @@ def pmap(
         >>> double(jax.numpy.ones(8)).tolist()
         [0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25]
     """
-    del global_arg_shapes
-    if not callable(fun):
-        raise TypeError(f"pmap needs a function, got {fun!r}")
     options = read_options(
         axis_name,
         in_axes,
@@ -101,4 +99,5 @@ def pmap(
     update_wrapper(mapped, fun, ("__module__", "__name__", "__doc__"))
     mapped.lower, mapped.moves = lower, programs.records.moves
     mapped.compiles, mapped.observers = programs.records.compiles, watching
+    mapped.alone = Alone(fun, options)
     return mapped

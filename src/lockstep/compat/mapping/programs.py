@@ -143,7 +143,12 @@ def programs_of(fun: Fun, options: Options) -> Programs:
     """The programs of `fun`, shared by all its mappings with equal options.
 
     So a `pmap(f)(x)` written inside a loop compiles once.
+
+    Raises:
+        TypeError: `fun` is no function.
     """
+    if not callable(fun):
+        raise TypeError(f"pmap needs a function, got {fun!r}")
     reference, by_options = _shared.get(id(fun), (None, {}))
     if reference is None or reference() is not fun:
         try:
