@@ -157,6 +157,11 @@ class TestRemainder:
         assert trainer.step == 2
         assert trainer.parallel.dropped_rows == 10
 
+    def test_drop_leaves_out_every_batch(self, mesh_of):
+        trainer = Trainer(sgd, mesh=mesh_of(8), remainder="drop")
+        with pytest.raises(ValueError, match="left out all 9 rows.*8 devices"):
+            trainer.fit(0.0, [{"x": np.ones(3)}] * 3)
+
 
 class TestHowLongItRuns:
     def test_one_epoch_if_nothing_is_said(self):
@@ -222,6 +227,12 @@ class TestHowLongItRuns:
     def test_no_such_amount(self, amount, message):
         with pytest.raises(ValueError, match=message):
             Trainer(sgd).steps(0.0, rows(1), **amount)
+
+    @pytest.mark.parametrize("count", [2.5, 2.0, True, "3"])
+    @pytest.mark.parametrize("name", ["steps", "epochs"])
+    def test_an_amount_that_is_no_whole_number(self, name, count):
+        with pytest.raises(TypeError, match=f"{name}={count!r} is a .*give an int"):
+            Trainer(sgd).steps(0.0, rows(1), **{name: count})
 
     def test_an_iterator_has_one_epoch(self):
         with pytest.raises(ValueError, match="epochs=2.*iterator.*cannot start again"):
@@ -308,7 +319,7 @@ class TestTheState:
 
         broken.place_state = lambda state: state
         broken.compiles, broken.mesh = trainer.parallel.compiles, trainer.mesh
-        broken.place_batch = trainer.parallel.place_batch
+        broken.place_batch, broken.dropped_rows = trainer.parallel.place_batch, 0
         monkeypatch.setattr(trainer, "parallel", broken)
         with pytest.raises(MemoryError) as error:
             trainer.fit(trainer.state, rows(4))

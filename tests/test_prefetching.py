@@ -334,6 +334,15 @@ def test_a_step_places_its_batches(mesh_of):
         prefetch([], step, remainder="drop")
 
 
+def test_any_number_of_batches_without_a_whole_row_per_device_is_left_out(mesh_of):
+    batches = [
+        b for pair in zip(numbered(5, 3), numbered(5), strict=True) for b in pair
+    ]
+    placed = prefetch(batches, mesh_of(4), size=1, remainder="drop")
+    assert numbers(placed) == [0, 1, 2, 3, 4]
+    assert not threads()
+
+
 def test_a_batch_of_which_nothing_is_left_is_left_out(mesh_of):
     batches = [*numbered(2), *numbered(1, rows=2)]
     placed = list(prefetch(batches, mesh_of(4), remainder="drop"))

@@ -90,6 +90,10 @@ class _Channel:
         self._room.get()
         return not self._closed
 
+    def return_room(self) -> None:
+        """Give back room for which no item was made."""
+        self._room.put(None)
+
     def put(self, item: Any) -> bool:
         """Hand over an item; `False` when the reader has left."""
         if not self._closed:
@@ -152,7 +156,9 @@ def _hand_over(
         if batch is _NOTHING:
             return False
         placed = place(batch)
-        if placed is not None:  # remainder="drop" may leave no row at all
-            channel.put(Placed(placed, state_of(source)))
-            handed += 1
+        if placed is None:  # remainder="drop" may leave no row at all
+            channel.return_room()
+            continue
+        channel.put(Placed(placed, state_of(source)))
+        handed += 1
     return handed == limit

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ class Feed:
     ) -> None:
         """Check what can be checked before a batch is read."""
         _check_amount(steps, epochs)
+        self._step, self._dropped_before = step, step.dropped_rows
         self._kind = type(batches).__name__
         self._once = isinstance(batches, Iterator)
         self._steps = steps
@@ -61,6 +63,13 @@ class Feed:
             ValueError: there was no batch at all.
             RuntimeError: there were fewer than asked for.
         """
+        dropped = self._step.dropped_rows - self._dropped_before
+        if self.done == 0 and dropped:
+            raise ValueError(
+                f"remainder='drop' left out all {dropped} rows, for every batch has "
+                f"too few for the {self._step.mesh.size} devices: nothing was trained; "
+                "use larger batches, or remainder='pad'"
+            )
         if self.done == 0:
             used = "; an iterator is empty once it was read" if self._once else ""
             raise ValueError(
@@ -111,7 +120,14 @@ def _check_amount(steps: int | None, epochs: int | None) -> None:
             "from the number of batches"
         )
     for name, count in (("steps", steps), ("epochs", epochs)):
-        if count is not None and count < 1:
+        if count is None:
+            continue
+        if isinstance(count, bool) or not isinstance(count, Integral):
+            raise TypeError(
+                f"{name}={count!r} is a {type(count).__name__}, and a run has a whole "
+                f"number of {name}: give an int"
+            )
+        if count < 1:
             raise ValueError(f"{name}={count} trains nothing: it must be at least 1")
 
 
