@@ -116,6 +116,38 @@ def test_uint32_data_is_no_key_unless_its_name_says_so(mesh_of):
     np.testing.assert_array_equal(out, [[2, 4], [2, 4]])
 
 
+@pytest.mark.parametrize("wrap", [lambda k: k, lambda k: jax.random.split(k)[0]])
+def test_a_raw_key_is_known_by_its_use_under_any_name(mesh_of, wrap):
+    def draw(w, x, k, table):
+        noise = jax.jit(lambda k: jax.random.bits(wrap(k["dropout"]), (4,)))(k)
+        return w, (noise, table + jax.random.key_data(jax.random.key(table[0])))
+
+    table = np.array([1, 2], np.uint32)
+    step = per_device(draw, mesh_of(4))
+    raw = jax.random.PRNGKey(0)
+    noise, tables = step(0.0, np.ones(4, np.float32), {"dropout": raw}, table)[1]
+    for i in range(4):
+        key = jax.random.fold_in(raw, i)
+        np.testing.assert_array_equal(noise[i], jax.random.bits(wrap(key), (4,)))
+        np.testing.assert_array_equal(tables[i], [1, 3])  # numbers are no key
+
+
+def test_a_raw_key_in_the_state_must_not_draw_the_same_on_all_devices(mesh_of):
+    def step(fold):
+        def run(s, x):
+            new, key = jax.random.split(s["r"])
+            noise = jax.random.normal(fold(key), x.shape)
+            return {"w": s["w"] + jax.lax.pmean((x + noise).mean(), "data"), "r": new}
+
+        return per_device(lambda s, x: (run(s, x), {}), mesh_of(4))
+
+    state, x = {"w": 0.0, "r": jax.random.PRNGKey(0)}, np.ones(8, np.float32)
+    with pytest.raises(ValueError, match=r"s\['r'\] is a random key inside the state"):
+        step(lambda key: key)(state, x)
+    by_device = lambda key: jax.random.fold_in(key, jax.lax.axis_index("data"))  # noqa: E731
+    step(by_device)(state, x)
+
+
 def test_a_wrong_number_of_keys_and_keys_in_the_state_are_refused(mesh_of):
     step = per_device(lambda w, x, key: (w, x), mesh_of(4))
     with pytest.raises(

@@ -30,6 +30,7 @@ _COLLECTIVES = _EQUALISING | {
     "pbroadcast",
 }
 _HOST_CALLS = {"io_callback", "pure_callback"}
+_DRAWS = {"random_bits", "random_gamma"}
 
 
 def varying_outputs(
@@ -64,6 +65,47 @@ def varying_equations(
     seen: list[tuple[Any, list[bool]]] = []
     _flow(_open(closed_jaxpr), list(varies), axis_name, seen)
     return seen
+
+
+def used_as_keys(closed_jaxpr: core.ClosedJaxpr | core.Jaxpr) -> list[bool]:
+    """Which inputs the step hands to `jax.random` as raw keys, by themselves.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> def local(key, table):
+        ...     return jax.random.bits(key), jax.random.bits(jax.random.key(table[0]))
+        >>> raw = jnp.zeros(2, "uint32")
+        >>> used_as_keys(jax.make_jaxpr(local)(raw, raw))
+        [True, False]
+    """
+    jaxpr = _open(closed_jaxpr)
+    keys: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "random_wrap":
+            keys.add(eqn.invars[0])
+        outside = eqn.invars[eqn.primitive.name == "cond" :]
+        for inner in inner_jaxprs(eqn):
+            if len(inner.invars) == len(outside):
+                flags = used_as_keys(inner)
+                keys.update(v for v, flag in zip(outside, flags, strict=True) if flag)
+    return [var in keys for var in jaxpr.invars]
+
+
+def draws_equally(
+    closed_jaxpr: core.ClosedJaxpr,
+    varies: Sequence[bool],
+    keys: Sequence[bool],
+    axis_name: str,
+) -> bool:
+    """Whether devices draw the same random numbers, from the inputs that are `keys`."""
+    draws = varying_equations(closed_jaxpr, varies, axis_name)
+    from_keys = varying_equations(closed_jaxpr, keys, "")  # no axis: plain dependence
+    if len(draws) != len(from_keys):  # a loop whose trips vary hides its equations
+        return False
+    return any(
+        eqn.primitive.name in _DRAWS and any(depends) and not any(differs)
+        for (eqn, differs), (_, depends) in zip(draws, from_keys, strict=True)
+    )
 
 
 def reduces_over(closed_jaxpr: core.ClosedJaxpr, axis_name: str) -> bool:

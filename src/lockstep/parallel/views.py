@@ -22,7 +22,12 @@ from lockstep.parallel.options import Options
 from lockstep.parallel.static_leaves import unwrap, wrap
 from lockstep.placement import MaskedBatch
 from lockstep.tree import is_key, named_leaves
-from lockstep.varying import reduces_over, varying_outputs
+from lockstep.varying import (
+    draws_equally,
+    reduces_over,
+    used_as_keys,
+    varying_outputs,
+)
 
 _KEY_NAME = re.compile(r"(^|_)(keys?|rngs?)($|_)")
 
@@ -93,12 +98,7 @@ class DeviceView:
         """A key in the state is the same on all devices, and so are its draws."""
         for path, leaf in named_leaves(state, self.names[self.state_argnum or 0]):
             if not self.owns_keys and is_key(leaf):
-                raise ValueError(
-                    f"{path} is a random key inside the state, equal on all devices: "
-                    "every device would draw the same numbers. Give the key as a "
-                    "further argument of the step (it is folded with the device's "
-                    "number), or use parallelize"
-                )
+                raise _key_in_state(path)
 
     def _mapped_keys(self, i: int, arg: Any) -> Any:
         """For each leaf: is it an array of keys, one a device?"""
@@ -148,7 +148,9 @@ class DeviceView:
             return jax.tree.leaves(out)
 
         jaxpr = jax.make_jaxpr(flat)(*leaves)
-        marks = varying_outputs(jaxpr, self._marks(args, wrapped), self.axis_name)
+        varies = self._marks(args, wrapped)
+        leaves, varies = self._fold_raw_keys(jaxpr, args, leaves, varies)
+        marks = varying_outputs(jaxpr, varies, self.axis_name)
         out_structure = jax.tree.structure(shapes[-1])
         marks = jax.tree.unflatten(out_structure, marks)
         values = [jnp.asarray(x) for x in core.jaxpr_as_fun(jaxpr)(*leaves)]
@@ -164,6 +166,27 @@ class DeviceView:
                 jax.tree.leaves(arg), jax.tree.leaves(old), strict=True
             )
         ]
+
+    def _fold_raw_keys(
+        self, jaxpr: Any, args: tuple[Any, ...], leaves: list[Any], varies: list[bool]
+    ) -> tuple[list[Any], list[bool]]:
+        """Fold the raw keys that have another name: what the step draws from."""
+        if self.owns_keys:
+            return leaves, varies
+        index = jax.lax.axis_index(self.axis_name)
+        owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        leaves, folded = list(leaves), list(varies)
+        for j, used in enumerate(used_as_keys(jaxpr)):
+            if not used or varies[j] or owners[j] in self.batch_argnums:
+                continue
+            if owners[j] != self.state_argnum:
+                leaves[j], folded[j] = jax.random.fold_in(leaves[j], index), True
+                continue
+            alone = [k == j for k in range(len(leaves))]
+            if draws_equally(jaxpr, varies, alone, self.axis_name):
+                paths = named_leaves(args[owners[j]], self.names[owners[j]])
+                raise _key_in_state(paths[j - owners.index(owners[j])][0])
+        return leaves, folded
 
     def _sort(self, jaxpr: Any, wrapped: Any, out: Any, marks: Any) -> Any:
         """Outputs as (equal on all devices, one row a device, how to rebuild)."""
@@ -235,7 +258,8 @@ class DeviceView:
 def key_shape(leaf: Any, name: str) -> tuple[int, ...] | None:
     """The shape of an array of keys (`()` for one key), `None` for other leaves.
 
-    Raw uint32 keys are recognised only in an argument called key, keys, rng or rngs.
+    Raw uint32 keys are recognised by an argument called key, keys, rng or rngs; one
+    key by itself also by its use (`_fold_raw_keys`).
     """
     if not hasattr(leaf, "shape"):
         return None
@@ -243,6 +267,14 @@ def key_shape(leaf: Any, name: str) -> tuple[int, ...] | None:
         return leaf.shape
     raw = leaf.dtype == jnp.uint32 and leaf.shape[-1:] in ((2,), (4,))
     return leaf.shape[:-1] if raw and _KEY_NAME.search(name) else None
+
+
+def _key_in_state(path: str) -> ValueError:
+    return ValueError(
+        f"{path} is a random key inside the state, equal on all devices: every device "
+        "would draw the same numbers. Give the key as a further argument of the step "
+        "(it is folded with the device's number), or use parallelize"
+    )
 
 
 def call_arguments(options: Options, wrapped: Any) -> list[Any]:
