@@ -132,9 +132,7 @@ def test_the_trainer_stops_at_its_limit_and_names_the_leaf(mesh_of):
 class TestCompatPmap:
     def test_names_rows_dtypes_and_static_arguments(self, caplog):
         caplog.set_level(logging.INFO, logger="lockstep")
-        mapped = pmap(
-            lambda w, x, lr: w + lr * x.mean(), static_broadcasted_argnums=2
-        )
+        mapped = pmap(lambda w, x, lr: w + lr * x.mean(), static_broadcasted_argnums=2)
         w = mapped(np.zeros(2, np.float32), np.ones((2, 4), np.float32), 0.1)
         mapped(w, np.ones((2, 4), np.float32), 0.1)
         assert reasons(mapped) == ["first call"]

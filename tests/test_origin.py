@@ -1,4 +1,4 @@
-"""Where a NaN was made: the operation and the line, through whatever JAX puts around."""
+"""Where a NaN was made: the operation and the line, whatever JAX puts around."""
 
 import jax
 import jax.numpy as jnp

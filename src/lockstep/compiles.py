@@ -2,7 +2,8 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lockstep.signatures import Signature
@@ -42,6 +43,16 @@ class CompileLog:
         self.name = name
         self.max_compiles = max_compiles
         self.entries: list[Compile] = []
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Programs that are made inside, only to be looked at, are not noted."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     @property
     def count(self) -> int:
@@ -60,6 +71,8 @@ class CompileLog:
         Raises:
             RuntimeError: more than `max_compiles`.
         """
+        if self._paused:
+            return
         signature = Signature.of(arguments, static)
         reason, hint = self._reason(signature)
         if self.max_compiles is not None and self.count >= self.max_compiles:
@@ -78,7 +91,7 @@ class CompileLog:
         _log.info("%s compiled in %.1f s: %s", self.name, seconds, last.reason)
 
     def forget_from(self, count: int) -> None:
-        """Forget all but the first `count` compiles: the others were not carried out."""
+        """Forget all but the first `count` compiles: the others came to nothing."""
         del self.entries[count:]
 
     def __str__(self) -> str:

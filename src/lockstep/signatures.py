@@ -1,4 +1,4 @@
-"""What a program is compiled for: its leaves' types, and what is static in its trees."""
+"""What a program is compiled for: the types of its leaves, and what is static."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -18,21 +18,25 @@ Callbacks run in the order of the list. What one finds out, it puts into
 from lockstep.callbacks.evaluating import Evaluate
 from lockstep.callbacks.every import every
 from lockstep.callbacks.log import Log
+from lockstep.callbacks.nan_guard import NanGuard
 from lockstep.callbacks.plot import Plot
 from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.stop import StopEarly, StopOnNonFinite
-from lockstep.callbacks.watch import CheckReplicas, Profile
+from lockstep.callbacks.watch import CheckReplicas, Inspect, Profile, WatchMemory
 from lockstep.loop.running import Callback
 
 __all__ = [
     "Callback",
     "CheckReplicas",
     "Evaluate",
+    "Inspect",
     "Log",
+    "NanGuard",
     "Plot",
     "Profile",
     "Progress",
     "StopEarly",
     "StopOnNonFinite",
+    "WatchMemory",
     "every",
 ]

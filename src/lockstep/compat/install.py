@@ -60,6 +60,11 @@ def uninstall() -> None:
         _restored = None
 
 
+def is_installed() -> bool:
+    """Whether the names of the pmap era are restored now."""
+    return _restored is not None
+
+
 @contextmanager
 def installed(*, era_random: bool = False) -> Iterator[None]:
     """`install` for the length of a `with` block."""

@@ -79,7 +79,7 @@ class Trial:
 
     def __call__(self, call: Call) -> list[Output]:
         """Run the step and read all its outputs."""
-        outputs = self.step(*self._arguments(call), **call.keywords)
+        outputs = self.step(*self.arguments(call), **call.keywords)
         return [
             Output(path, as_numbers(placement.to_host(leaf)), in_state, differs)
             for path, leaf, in_state, differs in self._named(call, outputs)
@@ -88,7 +88,7 @@ class Trial:
 
     def jaxpr(self, call: Call) -> core.Jaxpr:
         """The whole program."""
-        return self.step.trace(*self._arguments(call), **call.keywords).jaxpr.jaxpr
+        return self.step.trace(*self.arguments(call), **call.keywords).jaxpr.jaxpr
 
     def body(self, call: Call) -> Body | None:
         """What one device runs; `None` in the global view, which is one program."""
@@ -108,7 +108,7 @@ class Trial:
             eqn.params["mesh"].axis_names[place],
         )
 
-    def _arguments(self, call: Call) -> list[Any]:
+    def arguments(self, call: Call) -> list[Any]:
         """The arguments; of keys that are given out one a device, the first ones."""
         if self.step.view == "global":
             return list(call.args)

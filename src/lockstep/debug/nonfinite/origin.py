@@ -69,7 +69,8 @@ def find_origin(closed: core.ClosedJaxpr, leaves: list[Any]) -> Origin | None:
     Example:
         >>> def loss(x):
         ...     return jnp.where(x > 5, jnp.log(-x), jnp.sqrt(x)).sum()
-        >>> origin = find_origin(jax.make_jaxpr(loss)(jnp.ones(2)), [np.array([1., -1])])
+        >>> jaxpr = jax.make_jaxpr(loss)(jnp.ones(2))
+        >>> origin = find_origin(jaxpr, [np.array([1.0, -1.0])])
         >>> origin.kind, origin.operation, origin.function
         ('nan', 'sqrt', 'loss')
     """
