@@ -26,17 +26,21 @@ class Bar:
 
     def __init__(self, console: Any, total: int | None, done: int) -> None:
         from rich import progress
+        from rich.table import Column
 
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         columns = [
             progress.TextColumn("{task.description}"),
             progress.BarColumn(bar_width=_WIDTH),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[text]}"),
+            progress.TextColumn("{task.fields[text]}", table_column=rest),
         ]
         # No thread of its own: it would take time from the loop when nothing is new.
-        self._bar = progress.Progress(*columns, console=console, auto_refresh=False)
+        self._bar = progress.Progress(
+            *columns, console=console, auto_refresh=False, expand=True
+        )
         self._bar.start()
         self._task = self._bar.add_task(_WAITING, total=total, completed=done, text="")
         self._bar.refresh()
