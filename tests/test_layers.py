@@ -24,13 +24,13 @@ LAYERS = tuple(
         """sharding placement rng metrics signatures compiles
         observers varying replicas""",
         # 2: one step: the train step, then any step on all devices
-        """reduce step first_step parallel""",
+        """reduce step first_step parallel memory""",
         # 3: data in, numbers out
         """data evaluation writers""",
         # 4: many steps
         """loop callbacks""",
         # 5: the command line
-        """doctor launch rehearse cli __main__""",
+        """doctor launch rehearse watch replay cli __main__""",
     )
 )
 # Side packages: the highest layer that they import, and the lowest that imports them.

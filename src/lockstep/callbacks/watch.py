@@ -1,12 +1,15 @@
 """Looking closer while training: are the replicas equal, where does the time go."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from lockstep.debug import FirstCall, memory_now
 from lockstep.distributed import is_main_process
 from lockstep.loop import StepInfo
+from lockstep.notices import say_once
 from lockstep.replicas import check_replicas
 
 
@@ -24,6 +27,69 @@ class CheckReplicas:
     def __call__(self, info: StepInfo) -> None:
         """Check the state of this step."""
         check_replicas(info.state)
+
+
+class Inspect:
+    """Show reports on the step, made of its first call, before that runs.
+
+    Args:
+        tools: functions of `(step, *args)`, as `lockstep.debug.collectives` and
+            `lockstep.debug.memory`.
+        show: what is done with the text of each report; the main process does it.
+
+    Example:
+        >>> inspect = Inspect(ls.debug.collectives, ls.debug.memory)
+    """
+
+    def __init__(
+        self, *tools: Callable[..., Any], show: Callable[[str], Any] = print
+    ) -> None:
+        self._observer = FirstCall(*tools, show=self._show_once)
+        self._show = show
+        self._step: Any = None
+
+    def start(self, trainer: Any, state: Any) -> None:
+        """Wait for the first call of the step."""
+        self._step = trainer.parallel
+        self._step.observers.append(self._observer)
+
+    def __call__(self, info: StepInfo) -> None:
+        """Nothing is left to do."""
+
+    def close(self) -> None:
+        """Leave a step that was never called."""
+        if self._observer in self._step.observers:
+            self._step.observers.remove(self._observer)
+
+    def _show_once(self, text: str) -> None:
+        if is_main_process():
+            self._show(text)
+
+
+class WatchMemory:
+    """Look at what the devices hold, and warn when one holds much more than another.
+
+    Puts `memory/fullest` and `memory/emptiest` (bytes on the fullest and emptiest
+    device of this process) into the results of the step, where `Log` finds them.
+
+    Args:
+        min_bytes: devices that differ by less are taken to be equally full.
+
+    Example:
+        >>> watch = ls.every(500, WatchMemory())
+    """
+
+    def __init__(self, *, min_bytes: int = 1 << 20) -> None:
+        self.min_bytes = min_bytes
+
+    def __call__(self, info: StepInfo) -> None:
+        """Count, and warn once."""
+        now = memory_now(min_bytes=self.min_bytes)
+        held = now.by_device.values()
+        info.results["memory/fullest"] = float(max(held))
+        info.results["memory/emptiest"] = float(min(held))
+        for text in now.warnings:
+            say_once("WatchMemory", f"step {info.step}: {text}")
 
 
 class Profile:

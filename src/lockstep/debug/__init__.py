@@ -1,20 +1,35 @@
-"""See what goes wrong: a step that differs, replicas that differ, shapes."""
+"""See what goes wrong: a step that differs, replicas that differ, traffic, memory."""
 
+from lockstep.debug.communication.collectives import collectives
+from lockstep.debug.communication.report import Collectives
 from lockstep.debug.comparing.compare import compare
 from lockstep.debug.comparing.comparison import Comparison
+from lockstep.debug.first_call import FirstCall
+from lockstep.debug.live_memory import LiveMemory, memory_now
+from lockstep.debug.memory import largest_batch, memory
 from lockstep.debug.nonfinite.diagnosis import NonFinite, NonFiniteError
 from lockstep.debug.nonfinite.guard import nan_guard
 from lockstep.debug.nonfinite.replay import replay
 from lockstep.debug.shapes import shapes
+from lockstep.memory import LargestBatch, MemoryReport
 from lockstep.replicas import ReplicaMismatch, check_replicas
 
 __all__ = [
+    "Collectives",
     "Comparison",
+    "FirstCall",
+    "LargestBatch",
+    "LiveMemory",
+    "MemoryReport",
     "NonFinite",
     "NonFiniteError",
     "ReplicaMismatch",
     "check_replicas",
+    "collectives",
     "compare",
+    "largest_batch",
+    "memory",
+    "memory_now",
     "nan_guard",
     "replay",
     "shapes",

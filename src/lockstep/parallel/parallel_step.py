@@ -7,6 +7,7 @@ two calls in flight, and puts outputs back on the caller's mesh.
 import dataclasses
 import inspect
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 
 from lockstep import first_step, observers, placement
 from lockstep.compiles import CompileLog
-from lockstep.parallel import program
+from lockstep.parallel import out_of_memory, program
 from lockstep.parallel.arguments import Placer
 from lockstep.parallel.last_call import LastCall
 from lockstep.parallel.options import Options
@@ -78,9 +79,14 @@ class ParallelStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns as soon as it is dispatched."""
-        if self.observers:
-            return observers.observed(self.observers, self, self._call, args, kwargs)
-        return self._call(args, kwargs)
+        try:
+            if self.observers:
+                call = observers.observed
+                return call(self.observers, self, self._call, args, kwargs)
+            return self._call(args, kwargs)
+        except jax.errors.JaxRuntimeError as error:
+            out_of_memory.explain(error, self, args, kwargs)
+            raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         last = self._last_call
@@ -114,10 +120,17 @@ class ParallelStep:
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.stages.Traced` of the step for these arguments, with its jaxpr."""
-        placed = wrap(self._place(args, kwargs))
-        shapes = self._key_shapes(placed[:-1])
-        return self._program(placed, shapes).run.trace(*placed)
+        """`jax.stages.Traced` of the step for these arguments, with its jaxpr.
+
+        `jax.ShapeDtypeStruct`s with a sharding stand for arrays that lie there; with
+        them nothing is placed.
+        """
+        described = any(map(_is_description, jax.tree.leaves(args)))
+        placed = wrap((*args, kwargs) if described else self._place(args, kwargs))
+        current = self._program(placed, self._key_shapes(placed[:-1]))
+        if current.strong:
+            placed = (program.strengthen(placed[0], current.strong), *placed[1:])
+        return current.run.trace(*placed)
 
     def on(self, mesh: Mesh, *, compare_replicas: bool = True) -> "ParallelStep":
         """The same function on another mesh; this step donates nothing.
@@ -128,6 +141,10 @@ class ParallelStep:
         """
         options = dataclasses.replace(self._options, mesh=mesh, donate_argnums=())
         return ParallelStep(options, compare_replicas=compare_replicas)
+
+    def copy(self, fn: Callable[..., Any] | None = None) -> "ParallelStep":
+        """The same step with a log of its own, to look at; or `fn` in its place."""
+        return ParallelStep(dataclasses.replace(self._options, fn=fn or self.fn))
 
     def wait(self) -> None:
         """Wait until every step that was dispatched has run."""
@@ -175,9 +192,12 @@ class ParallelStep:
             self._last_call = LastCall.of(placed, current, shapes)
         started, compiled = time.perf_counter(), self.compiles.count
         results = current.run(*placed)
-        if self.compiles.count > compiled:
-            self.compiles.finish(time.perf_counter() - started)
-        return self._finish(current, results)
+        if self.compiles.count == compiled:
+            return self._finish(current, results)
+        self.compiles.finish(time.perf_counter() - started)
+        outputs = self._finish(current, results)
+        self.wait()  # what does not fit fails here, where its arguments are known
+        return outputs
 
     def _finish(self, current: program.Program, results: tuple[Any, Any]) -> Any:
         """The user's outputs; bounds the run-ahead and compares replicas once."""
@@ -216,3 +236,7 @@ class ParallelStep:
             return ()
         others = [arg for i, arg in enumerate(args) if i not in special]
         return tuple(np.shape(x)[:1] for x in jax.tree.leaves(others))
+
+
+def _is_description(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)

@@ -138,10 +138,11 @@ def strengthen(state: Any, strong: dict[int, Any]) -> Any:
     """Give the numbered weak leaves their strong dtypes, where they lie."""
     leaves, structure = jax.tree.flatten(state)
     for i, dtype in strong.items():
-        if getattr(leaves[i], "weak_type", False):
-            leaves[i] = jax.device_put(
-                jax.numpy.asarray(leaves[i], dtype), leaves[i].sharding
-            )
+        leaf = leaves[i]
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            leaves[i] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+        elif getattr(leaf, "weak_type", False):
+            leaves[i] = jax.device_put(jax.numpy.asarray(leaf, dtype), leaf.sharding)
     return jax.tree.unflatten(structure, leaves)
 
 

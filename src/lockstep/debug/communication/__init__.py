@@ -1,0 +1,1 @@
+"""What a compiled step sends between the devices, and whether it averages."""
