@@ -123,6 +123,8 @@ def a_map_inside_a_map():
     out = f(GLOBAL[MINE][None])
     np.testing.assert_allclose(out, (GLOBAL - GLOBAL.mean(0))[MINE][None])
     assert out.is_fully_addressable
+    np.testing.assert_allclose(f(f(out)), out, atol=1e-6)
+    assert f.moves.calls == 0
 
 
 def under_jit_it_keeps_to_its_own_process():

@@ -170,6 +170,7 @@ class TestResultsThatAreNotStacked:
         f = pmap(step, "i", in_axes=(None, 0), out_axes=None)
         for _ in range(2):
             out = f(1.0, rows())
+        assert f.compiles.count == 1
         assert out["w"].tolist() == 4.5 and out["count"] == 3
         (message,) = caplog.messages
         assert "returns result['local'] with out_axes=None" in message

@@ -164,6 +164,13 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"b: leading axis 3, expected 2"):
             f(X)
 
+    def test_what_has_no_rule_says_so_itself(self):
+        def inner(x):
+            raise NotImplementedError("mine")
+
+        with pytest.raises(NotImplementedError, match="mine"):
+            pmap(lambda x: pmap(lambda z: inner(x))(x))(X)
+
     def test_an_error_leaves_nothing_behind(self):
         def broken(x):
             raise RuntimeError("mine")

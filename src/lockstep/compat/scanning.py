@@ -50,7 +50,8 @@ def scan_in_dim(
         carry, y = body_fn(carry, x)
         return carry, jax.tree.map(lambda y: jnp.squeeze(to_front(y), leading), y)
 
+    scan: Callable[..., tuple[Any, Any]] = body
     for steps in reversed(unrolls):
-        body = partial(lax.scan, body, unroll=steps)
-    carry, ys = body(init, jax.tree.map(to_front, xs))
+        scan = partial(lax.scan, scan, unroll=steps)
+    carry, ys = scan(init, jax.tree.map(to_front, xs))
     return carry, jax.tree.map(to_place, ys)

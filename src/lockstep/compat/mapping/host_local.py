@@ -19,7 +19,6 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import Mesh, NamedSharding
 
 from lockstep.compat.mapping.leaves import MappedLeaves
-from lockstep.compat.mapping.moves import whereabouts
 from lockstep.compat.mapping.program import Program, Records, is_traced
 from lockstep.compat.mapping.shards import is_float0
 
@@ -57,10 +56,18 @@ class SpanningProgram(Program):
         """Runs on the leaves of this process's arguments."""
         if is_traced(leaves):
             return self._alone()(leaves)
-        if whereabouts(leaves) != self._wants_here:
-            self.leaves.check(leaves, self._size_here)
-            self.tell_moves(leaves, self._wants_here, range(len(leaves)))
-        out = self.run([*map(to_global, leaves, self.wants)])
+        wide: list[Any] = [_recall(leaf) for leaf in leaves]
+        odd = [
+            position
+            for position, (array, want) in enumerate(zip(wide, self.wants, strict=True))
+            if array is None or not self._fits(array.sharding, want)
+        ]
+        if odd:
+            self.leaves.check(leaves, self._size_here, odd)
+            self.tell_moves(leaves, self._wants_here, odd)
+        for position in odd:
+            wide[position] = to_global(leaves[position], self.wants[position])
+        out = self.run(wide)
         arrays, tree = jax.tree.flatten(out)
         return jax.tree.unflatten(tree, to_local(arrays))
 
@@ -69,12 +76,18 @@ class SpanningProgram(Program):
         return super().lower([*map(_describe, leaves, self.wants)])
 
 
+def _recall(leaf: Any) -> jax.Array | None:
+    """The global array behind an array of this process, if there is one yet."""
+    reference, array = _behind.get(id(leaf), (None, None))
+    return array if reference is not None and reference() is leaf else None
+
+
+def _remember(local: jax.Array, array: jax.Array) -> None:
+    _behind[id(local)] = weakref.ref(local, partial(_behind.pop, id(local))), array
+
+
 def to_global(leaf: Any, want: NamedSharding) -> jax.Array:
     """The array of all processes, of which this process holds the rows `leaf`."""
-    if remembered := _behind.get(id(leaf)):
-        reference, array = remembered
-        if reference() is leaf and array.sharding == want:
-            return array
     here = _here(want)
     if getattr(leaf, "sharding", None) != here:
         leaf = np.zeros(leaf.shape, bool) if is_float0(leaf) else leaf
@@ -82,15 +95,12 @@ def to_global(leaf: Any, want: NamedSharding) -> jax.Array:
     pieces = [shard.data for shard in leaf.addressable_shards]
     array = _assemble(_global_shape(leaf.shape, want), want, pieces)
     array = _weaken(array) if jax.typeof(leaf).weak_type else array
-    _behind[id(leaf)] = weakref.ref(leaf, partial(_behind.pop, id(leaf))), array
+    _remember(leaf, array)
     return array
 
 
 def to_local(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """This process's rows of arrays of all processes.
-
-    One loop without further calls, for this is done for each leaf at each step.
-    """
+    """This process's rows of arrays of all processes."""
     rows = []
     for array in arrays:
         shape, here, positions = _local_form(array.sharding, array.shape)
@@ -101,7 +111,7 @@ def to_local(arrays: Sequence[jax.Array]) -> list[jax.Array]:
             pieces = [take(position) for position in positions]
         local = _assemble(shape, here, pieces)
         local = _weaken(local) if getattr(array, "weak_type", False) else local
-        _behind[id(local)] = weakref.ref(local, partial(_behind.pop, id(local))), array
+        _remember(local, array)
         rows.append(local)
     return rows
 

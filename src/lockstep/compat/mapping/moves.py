@@ -45,12 +45,12 @@ class Moves:
         )
 
 
-def whereabouts(leaves: Sequence[Any]) -> list[Any]:
-    """Where each leaf lies; `None` for what is no array of JAX."""
+def all_in_place(leaves: Sequence[Any], wants: list[NamedSharding]) -> bool:
+    """Whether every leaf is an array of JAX that lies where it is wanted."""
     try:
-        return [leaf.sharding for leaf in leaves]
+        return [leaf.sharding for leaf in leaves] == wants
     except AttributeError:
-        return [getattr(leaf, "sharding", None) for leaf in leaves]
+        return False
 
 
 def is_elsewhere(leaf: Any, want: NamedSharding) -> bool:

@@ -3,8 +3,8 @@
 The outer map is a `shard_map` over the first axis of the mesh. The inner one is a
 `vmap` whose axis XLA splits over the second, which is an `Auto` axis: closures over
 values of the outer map, gradients and collectives over both names then work as the
-rules of `vmap` say. Only collectives with `axis_index_groups` have no such rule; for
-them the inner map is a `shard_map` as well.
+rules of `vmap` say (a `lax.cond` on what differs runs both branches). Collectives with
+`axis_index_groups` have no such rule; for them the inner map is a `shard_map` as well.
 
 Nobody knows the inner axes before the function has run. So the outer map is traced
 with the axes known so far; an inner map that finds none left for it raises
@@ -76,10 +76,13 @@ def call_inner(
 
     try:
         return _as_vmap(body, options, leaves, axes, mesh_axis)
-    except NotImplementedError:
+    except NotImplementedError as no_rule:
         if mesh_axis is None:
             raise
-    return _as_shard_map(body, options, leaves, axes, mesh_axis)
+        try:
+            return _as_shard_map(body, options, leaves, axes, mesh_axis)
+        except Exception as error:
+            raise no_rule from error
 
 
 def _next_axis(options: Options, size: int) -> str | None:

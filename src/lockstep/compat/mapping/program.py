@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from lockstep.compat.mapping import devices, nested
 from lockstep.compat.mapping.leaves import MappedLeaves
-from lockstep.compat.mapping.moves import Moves, is_elsewhere, whereabouts
+from lockstep.compat.mapping.moves import Moves, all_in_place, is_elsewhere
 from lockstep.compat.mapping.shards import (
     is_float0,
     is_none,
@@ -65,11 +65,10 @@ class Program:
 
     def __call__(self, leaves: list[Any]) -> Any:
         """Runs on the leaves of the arguments."""
-        where = whereabouts(leaves)
-        if where != self.wants:
+        if not all_in_place(leaves, self.wants):
             if is_traced(leaves):
                 return self._traced(*leaves)
-            leaves = self._place(leaves, where)
+            leaves = self._place(leaves)
         return self.run(leaves)
 
     def run(self, leaves: Sequence[jax.Array]) -> Any:
@@ -120,7 +119,7 @@ class Program:
             return getattr(here, "mesh", None) == self._mesh
         return here == want
 
-    def _place(self, leaves: list[Any], where: list[Any]) -> list[Any]:
+    def _place(self, leaves: list[Any]) -> list[Any]:
         """All leaves where they are wanted.
 
         JAX would place what comes from the host by itself, but more slowly; and it
@@ -128,10 +127,15 @@ class Program:
         """
         odd = [
             position
-            for position, (here, want) in enumerate(zip(where, self.wants, strict=True))
-            if not (here is want or self._fits(here, want))
-            and not is_float0(leaves[position])
+            for position, (leaf, want) in enumerate(
+                zip(leaves, self.wants, strict=True)
+            )
+            if (here := getattr(leaf, "sharding", None)) is not want
+            and not self._fits(here, want)
+            and not is_float0(leaf)
         ]
+        if not odd:
+            return leaves
         self.leaves.check(leaves, self._mesh.devices.shape[0], odd)
         self.tell_moves(leaves, self.wants, odd)
         wants = [self.wants[position] for position in odd]
