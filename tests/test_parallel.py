@@ -221,6 +221,37 @@ def test_other_arguments_are_replicated_and_do_not_recompile(mesh_of):
     assert parallel.compiles.count == 1
 
 
+@pytest.mark.parametrize("argument", ["batch", "teacher"])
+def test_a_deleted_argument_is_named(mesh_of, argument):
+    mesh = mesh_of(2)
+    step = parallelize(lambda w, batch, teacher: w + batch.mean() * teacher, mesh)
+    args = {
+        "batch": shard_batch(np.ones(4, np.float32), mesh),
+        "teacher": replicate(np.float32(1), mesh),
+    }
+    args[argument].delete()
+    with pytest.raises(RuntimeError, match=f"{argument} was donated to an earlier"):
+        step(0.0, **args)
+
+
+def test_argument_numbers_count_from_zero_and_a_mesh_is_a_mesh(mesh_of):
+    with pytest.raises(ValueError, match=r"batch_argnums=\(-1,\): number .* from 0"):
+        parallelize(train_step, mesh_of(2), batch_argnums=-1)
+    with pytest.raises(ValueError, match=r"donate_argnums=\(0, -2\)"):
+        parallelize(train_step, mesh_of(2), donate_argnums=(0, -2))
+    with pytest.raises(TypeError, match=r"make_mesh\(\) returns; got int"):
+        parallelize(train_step, 8)
+
+
+@pytest.mark.parametrize("view", [parallelize, per_device])
+@pytest.mark.parametrize("remainder", ["error", "pad"])
+def test_rows_that_one_part_holds_are_split_all_the_same(mesh_of, view, remainder):
+    mesh = mesh_of(4, {"data": 1, "model": 4})
+    step = view(lambda w, b: (w, b["x"].sum()), mesh, remainder=remainder)
+    placed = step.place_batch({"x": np.ones(3, np.float32)})
+    assert float(step(0.0, placed)[1]) == 3
+
+
 def test_arguments_by_keyword_find_their_place(mesh_of):
     parallel = parallelize(train_step, mesh_of(4))
     batch = make_batches()[0]

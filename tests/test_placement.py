@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 
 import jax
@@ -16,6 +17,11 @@ from lockstep.placement import (
     shard_batch,
     to_host,
 )
+
+
+@dataclasses.dataclass
+class Pair:  # not registered as a tree
+    x: np.ndarray
 
 
 def test_replicate_puts_one_equal_copy_on_every_device(mesh_of):
@@ -64,7 +70,7 @@ def test_narrow_dtypes_are_kept(mesh_of, dtype):
 def test_a_deleted_leaf_is_named(mesh_of):
     gone = jnp.ones(3)
     gone.delete()
-    with pytest.raises(RuntimeError, match=r"state\['w'\] was deleted"):
+    with pytest.raises(RuntimeError, match=r"state\['w'\] was donated to an earlier call"):
         replicate({"w": gone}, mesh_of(2))
 
 
@@ -129,11 +135,24 @@ def test_a_batch_of_keys_is_split(mesh_of):
         ({"x": np.ones(4), "t": np.array(list("abcd"))}, r"batch\['t'\] is text"),
         ({"x": np.ones(4), "t": "name"}, r"batch\['t'\] is text"),
         ({"x": np.array([None] * 4)}, r"batch\['x'\] is text or objects"),
+        ({"x": np.zeros(4, [("a", "f4")])}, r"batch\['x'\] is text or objects"),
+        ({"x": np.ones(4), "p": Pair(np.ones(4))}, r"\['p'\] is a Pair.*register_data"),
     ],
 )
 def test_a_bad_batch_gets_one_clear_message(mesh_of, batch, text):
     with pytest.raises(ValueError, match=text):
         shard_batch(batch, mesh_of(4))
+
+
+def test_what_numpy_can_read_is_an_array(mesh_of):
+    class Column:
+        shape, dtype = (4,), np.float32
+
+        def __array__(self, dtype=None, copy=None):
+            return np.arange(4, dtype=np.float32)
+
+    placed = shard_batch({"x": Column()}, mesh_of(4))
+    np.testing.assert_array_equal(placed["x"], range(4))
 
 
 def test_an_unknown_axis_or_remainder_is_refused(mesh_of):
@@ -157,10 +176,12 @@ def test_pad_masks_full_batches_too_so_that_the_shape_is_one(mesh_of):
     assert placed.mask.sum() == 4
 
 
-def test_drop_keeps_whole_shards_or_nothing(mesh_of):
+def test_drop_keeps_whole_shards_or_nothing_and_says_so_once(mesh_of, caplog):
     kept = shard_batch(np.arange(10), mesh_of(4), remainder="drop")
     np.testing.assert_array_equal(kept, range(8))
     assert shard_batch(np.arange(3), mesh_of(4), remainder="drop") is None
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert "the last 2 of 10 rows of a batch are left out, for 4 rows make" in said
 
 
 def test_unsplit_replicates_only_what_does_not_divide(mesh_of):
@@ -184,6 +205,13 @@ def test_padding_keeps_every_row_in_order(rows, multiple, least):
     assert n - max(rows, least) < multiple
     np.testing.assert_array_equal(padded.data["x"][padded.mask == 1], np.arange(rows))
     assert (padded.data["x"][padded.mask == 0] == rows - 1).all()
+
+
+def test_to_host_names_a_deleted_leaf(mesh_of):
+    state = replicate({"w": np.ones(2, np.float32)}, mesh_of(2))
+    state["w"].delete()
+    with pytest.raises(RuntimeError, match=r"tree\['w'\] was donated to an earlier"):
+        to_host(state)
 
 
 def test_to_host_gives_whole_numpy_arrays_and_keeps_keys(mesh_of):

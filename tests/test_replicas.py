@@ -103,6 +103,13 @@ def test_shards_are_no_replicas_and_pass(mesh_of):
     check_replicas({"host": np.ones(3), "one device": jnp.ones(3)})
 
 
+def test_a_deleted_leaf_is_named(mesh_of):
+    state = replicate({"w": np.ones(2, np.float32)}, mesh_of(2))
+    state["w"].delete()
+    with pytest.raises(RuntimeError, match=r"state\['w'\] was donated to an earlier"):
+        check_replicas(state)
+
+
 def test_copies_along_the_other_axis_of_a_mesh_are_compared(mesh_of):
     mesh = mesh_of(4, {"data": 2, "model": 2})
     where = jax.sharding.NamedSharding(mesh, P("model"))

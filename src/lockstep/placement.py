@@ -106,6 +106,12 @@ def shard_batch(
     if left_over and remainder == "error":
         raise ValueError(_does_not_divide(batch, mesh, axis_name, multiple))
     if left_over and remainder == "drop":
+        say_once(
+            "dropped rows",
+            f"remainder='drop': the last {left_over} of {count_rows(batch)} rows of a "
+            f"batch are left out, for {need} rows make a whole part on every device "
+            "(further drops are not reported; step.dropped_rows counts them)",
+        )
         return _put_rows(_drop_rows(batch, left_over), by_rows)
     if left_over:
         return _put_rows(batch, sharding.replicated(mesh))
@@ -152,6 +158,8 @@ def to_host(values: Any) -> Any:
         >>> to_host(replicate({"w": 2.5}, make_mesh()))
         {'w': array(2.5, dtype=float32)}
     """
+    for path, leaf in tree.named_leaves(values):
+        tree.check_leaf_alive(leaf, path)
     return jax.tree.map(_to_host, values)
 
 
@@ -193,10 +201,16 @@ def check_batch(batch: Any, name: str = "batch") -> Any:
     def check(path: str, leaf: Any) -> Any:
         leaf = tree.as_host(leaf)
         kind = getattr(getattr(leaf, "dtype", None), "kind", "")
-        if isinstance(leaf, (str, bytes)) or kind in tuple("USOM"):
+        fields = getattr(getattr(leaf, "dtype", None), "names", None)
+        if isinstance(leaf, (str, bytes)) or kind in tuple("USOMm") or fields:
             raise ValueError(
                 f"{path} is text or objects ({tree.describe_leaf(leaf)}), and devices "
                 "hold numbers only: encode it as integers, or leave it out of the batch"
+            )
+        if dataclasses.is_dataclass(leaf):
+            raise ValueError(
+                f"{path} is a {type(leaf).__name__}, a dataclass in which JAX sees no "
+                "arrays: decorate the class with @jax.tree_util.register_dataclass"
             )
         return leaf
 
@@ -225,11 +239,7 @@ def copy_to(leaf: Any, where: NamedSharding, path: str) -> Any:
     if tree.is_static(leaf):
         return leaf
     if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise RuntimeError(
-                f"{path} was deleted (donated to an earlier call of a step): use the "
-                "state that the step returned, or wrap the step with donate_argnums=()"
-            )
+        tree.check_leaf_alive(leaf, path)
         # device_put would share the buffer on the device where the array lies, and
         # a donated copy would then delete the caller's array.
         leaf = jnp.copy(leaf)

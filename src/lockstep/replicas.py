@@ -13,14 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep.tree import is_key, named_leaves
+from lockstep.tree import check_leaf_alive, is_key, named_leaves
 
 
 class ReplicaMismatch(ValueError):
     """Copies of one leaf differ between devices."""
 
 
-def check_replicas(state: Any, *, tolerance: float = 0.0, name: str = "state") -> None:
+def check_replicas(
+    state: Any,
+    *,
+    tolerance: float = 0.0,
+    name: str = "state",
+    stacked: bool = False,
+) -> None:
     """Raise if any copy of any leaf differs from the others.
 
     Bits are compared (NaN equals NaN); integers, `bool` and typed keys included.
@@ -30,6 +36,8 @@ def check_replicas(state: Any, *, tolerance: float = 0.0, name: str = "state") -
         state: a tree of arrays on a mesh.
         tolerance: largest absolute difference that counts as equal.
         name: how the messages call the tree.
+        stacked: the copies are the rows of each leaf, one a device, as `compat.pmap`
+            and `compat.replicate` return them.
 
     Raises:
         ReplicaMismatch: names the leaf, the devices, the first index, and by how much.
@@ -38,6 +46,8 @@ def check_replicas(state: Any, *, tolerance: float = 0.0, name: str = "state") -
         >>> from lockstep import make_mesh, replicate
         >>> check_replicas(replicate({"w": np.ones(3)}, make_mesh()))
     """
+    if stacked:
+        state = jax.tree.map(_unstacked, state)
     problem = first_mismatch(state, tolerance=tolerance, name=name)
     if problem:
         raise ReplicaMismatch(
@@ -53,6 +63,7 @@ def first_mismatch(
     """What differs first, in words, or `None` when all copies agree."""
     groups: dict[Any, list[tuple[str, Any]]] = {}
     for path, leaf in named_leaves(state, name):
+        check_leaf_alive(leaf, path)
         where = getattr(leaf, "sharding", None)
         if isinstance(leaf, jax.Array) and isinstance(where, NamedSharding):
             groups.setdefault(where.mesh, []).append((path, leaf))
@@ -63,6 +74,21 @@ def first_mismatch(
             if problem := _compare(path, leaf, mesh, digest, tolerance):
                 return problem
     return None
+
+
+def _unstacked(leaf: Any) -> Any:
+    """The rows of a stacked leaf as the copies of one; nothing leaves its device."""
+    where = getattr(leaf, "sharding", None)
+    if not isinstance(leaf, jax.Array) or not isinstance(where, NamedSharding):
+        return leaf
+    shards = leaf.addressable_shards
+    if not leaf.shape or len(shards) != leaf.shape[0] or where.is_fully_replicated:
+        return leaf
+    return jax.make_array_from_single_device_arrays(
+        leaf.shape[1:],
+        NamedSharding(where.mesh, PartitionSpec()),
+        [shard.data[0] for shard in shards],
+    )
 
 
 @functools.lru_cache(maxsize=64)

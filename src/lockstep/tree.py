@@ -30,6 +30,15 @@ def is_key(leaf: Any) -> bool:
     )
 
 
+def check_leaf_alive(leaf: Any, path: str) -> None:
+    """Raise a RuntimeError for an array whose memory a step has taken over."""
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise RuntimeError(
+            f"{path} was donated to an earlier call of a step and is gone: use the "
+            "state that the step returned, or wrap the step with donate_argnums=()"
+        )
+
+
 def named_leaves(tree: Any, name: str = "tree") -> list[tuple[str, Any]]:
     """All leaves with their paths, in flattening order.
 
@@ -96,7 +105,8 @@ def first_difference(want: Any, got: Any, name: str = "tree") -> str | None:
 def as_host(leaf: Any) -> Any:
     """A torch or TensorFlow tensor as a NumPy array, without a copy where possible.
 
-    Neither library is imported; everything else passes through.
+    Neither library is imported. What NumPy can read (a pandas column) becomes an array
+    too; everything else passes through.
     """
     module = type(leaf).__module__.partition(".")[0]
     if module == "torch" and hasattr(leaf, "detach"):
@@ -106,4 +116,8 @@ def as_host(leaf: Any) -> Any:
         return leaf.numpy()
     if module == "tensorflow" and hasattr(leaf, "numpy"):
         return np.asarray(leaf.numpy())
+    if hasattr(leaf, "__array__") and not isinstance(
+        leaf, (np.ndarray, np.generic, jax.Array)
+    ):
+        return np.asarray(leaf)
     return leaf

@@ -153,7 +153,8 @@ def check_scalars(metrics: Any) -> None:
         for part in (value.total, value.count) if is_mean(value) else (value,):
             dtype = getattr(part, "dtype", None) or np.asarray(part).dtype
             if np.shape(part) or not _is_real(dtype):
-                kind = type(part).__name__ if dtype.kind in "OUS" else dtype
+                text = getattr(dtype, "kind", "") in tuple("OUS")  # keys have no kind
+                kind = type(part).__name__ if text else dtype
                 raise ValueError(
                     f"metric {join(path)!r} is {kind} of shape {np.shape(part)}, not "
                     "one number: return its mean, or Mean.of(values), or leave it out "

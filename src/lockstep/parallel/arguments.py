@@ -92,7 +92,10 @@ class Placer:
 
     def other(self, argument: Any, name: str) -> Any:
         """A replicated argument: a key, a learning rate, a teacher's parameters."""
-        if self.is_placed(jax.tree.leaves(argument)):
+        leaves = jax.tree.leaves(argument)
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+            check_alive(argument, name)
+        if self.is_placed(leaves):
             return argument
         return placement.map_named(self._other_leaf, argument, name)
 
@@ -139,13 +142,16 @@ class Placer:
     def _batch_is_placed(self, batch: Any, name: str) -> bool:
         """Whether a batch lies on the mesh by rows; refuse one placed otherwise."""
         leaves = jax.tree.leaves(batch)
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+            check_alive(batch, name)
         if not leaves or not self.is_placed(leaves):
             return False
         with_rows = [x for x in leaves if x.shape]
         if not with_rows:
             return False
         carried = "pad" if isinstance(batch, MaskedBatch) else None
-        if self.mesh.size > 1 and all(x.is_fully_replicated for x in with_rows):
+        parts = self.mesh.shape[self.axis_name]
+        if parts > 1 and all(x.is_fully_replicated for x in with_rows):
             carried = "unsplit"
             if not self.allow_unsplit:
                 raise ValueError(
@@ -170,11 +176,7 @@ def check_alive(values: Any, name: str) -> None:
         RuntimeError: names the first deleted leaf.
     """
     for path, leaf in tree.named_leaves(values, name):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise RuntimeError(
-                f"{path} was donated to an earlier call of a step and is gone: use the "
-                "state that the step returned, or wrap the step with donate_argnums=()"
-            )
+        tree.check_leaf_alive(leaf, path)
 
 
 def _ids(devices: Iterable[Any]) -> str:

@@ -45,6 +45,16 @@ class Options:
             raise ValueError(
                 f"remainder={self.remainder!r} is not one of {placement.REMAINDERS}"
             )
+        if not isinstance(self.mesh, Mesh):
+            kind = type(self.mesh).__name__
+            raise TypeError(f"a mesh is what make_mesh() returns; got {kind}")
+        for name in ("batch_argnums", "donate_argnums"):
+            numbers = getattr(self, name) or ()
+            if any(not isinstance(i, (int, np.integer)) or i < 0 for i in numbers):
+                raise ValueError(
+                    f"{name}={numbers}: number the arguments from 0 on (0 the state, "
+                    "1 the batch), for a call may have any number of them"
+                )
         _ = self.row_axis  # raises when the mesh has no such axis
 
     @functools.cached_property
