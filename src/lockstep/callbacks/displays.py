@@ -2,7 +2,7 @@
 
 from typing import Any
 
-_WIDTH = 24
+_WIDTH = 12
 
 
 def display_for(console: Any, total: int | None, done: int) -> Any:
@@ -33,7 +33,6 @@ class Bar:
             progress.TextColumn("{task.description}"),
             progress.BarColumn(bar_width=_WIDTH),
             progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
             progress.TextColumn("{task.fields[text]}", table_column=rest),
         ]
