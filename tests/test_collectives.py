@@ -119,6 +119,27 @@ def test_a_healthy_pmap(caplog):
     assert step.compiles.count == 0
 
 
+def test_a_pmap_with_static_and_unmapped_arguments():
+    def step(state, batch, rate, name):
+        assert name == "sgd"
+        grads = jax.lax.pmean(jax.grad(loss_of)(state, batch), "data")
+        return jax.tree.map(lambda p, g: p - rate * g, state, grads), None
+
+    devices = jax.devices()[:4]
+    mapped = compat.pmap(
+        step,
+        "data",
+        in_axes=(0, 0, None, None),
+        static_broadcasted_argnums=3,
+        devices=devices,
+    )
+    state = compat.replicate(PARAMS, devices)
+    report = debug.collectives(mapped, state, stacked(BATCH), 0.1, "sgd")
+    assert len(report.verdict.reduced) == 3 and report.warnings == ()
+    assert report.nbytes == GRADIENT_BYTES
+    assert debug.memory(mapped, state, stacked(BATCH), 0.1, "sgd").rows == 16
+
+
 @pytest.mark.parametrize("view", ["per_device", "pmap"])
 def test_gradients_that_are_not_reduced_are_named(mesh_of, view):
     if view == "pmap":

@@ -14,6 +14,7 @@ from lockstep.debug.communication.report import Collective, Collectives
 from lockstep.debug.communication.verdict import Body, Verdict, find_body, judge
 from lockstep.memory import Plan, plan_call
 from lockstep.parallel import ParallelStep, as_parallel
+from lockstep.tree import is_array
 
 _OF_INPUT = {"reduce-scatter"}
 _MOVES = {"all-gather", "all-to-all", "ragged-all-to-all", "collective-permute"}
@@ -72,8 +73,20 @@ def _lower(plan: Plan) -> tuple[Any, core.Jaxpr]:
         if hasattr(step, "trace"):
             traced = step.trace(*plan.args, **plan.keywords)
             return traced.lower(), traced.jaxpr.jaxpr
-        jaxpr = jax.make_jaxpr(step)(*plan.args, **plan.keywords)
-        return step.lower(*plan.args, **plan.keywords), jaxpr.jaxpr
+        return step.lower(*plan.args, **plan.keywords), _jaxpr(step, plan)
+
+
+def _jaxpr(step: Any, plan: Plan) -> core.Jaxpr:
+    """The jaxpr of a mapped function; what is no array is part of the program."""
+    leaves, structure = jax.tree.flatten((plan.args, plan.keywords))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)}
+
+    def call(values: dict[int, Any]) -> Any:
+        filled = [values.get(i, leaf) for i, leaf in enumerate(leaves)]
+        args, keywords = jax.tree.unflatten(structure, filled)
+        return step(*args, **keywords)
+
+    return jax.make_jaxpr(call)(arrays).jaxpr
 
 
 @contextmanager
