@@ -161,8 +161,7 @@ class TestImports:
         for row in NAMES.values():
             if row.rename and not row.old.startswith("jax.Array"):
                 module, _, name = row.old.rpartition(".")
-                fixed = fix_python(f"from {module} import {name}\n")
-                exec(fixed, {}), row.old
+                exec(fix_python(f"from {module} import {name}\n"), {})
 
 
 class TestWhatIsLeftAlone:
