@@ -18,6 +18,13 @@ app = typer.Typer(
 # Options end at the script's name: what follows belongs to the script.
 _OPTIONS_FIRST = {"allow_interspersed_args": False}
 
+_Compat = Annotated[
+    bool, typer.Option("--compat", help="Restore the names of the pmap era.")
+]
+_EraRandom = Annotated[
+    bool,
+    typer.Option("--era-random", help="As --compat, with the random numbers of then."),
+]
 _Rehearse = Annotated[
     int | None,
     typer.Option(
@@ -86,15 +93,8 @@ def run(
         int | None,
         typer.Option(min=1, metavar="N", help="Run on N simulated CPU devices."),
     ] = None,
-    compat: Annotated[
-        bool, typer.Option("--compat", help="Restore the names of the pmap era.")
-    ] = False,
-    era_random: Annotated[
-        bool,
-        typer.Option(
-            "--era-random", help="As --compat, with the random numbers of then."
-        ),
-    ] = False,
+    compat: _Compat = False,
+    era_random: _EraRandom = False,
     rehearse: _Rehearse = None,
 ) -> None:
     """Run a training script or notebook, as python would; exit with its exit code.
