@@ -86,6 +86,21 @@ def _data_parallel() -> Iterator[Name]:
         _COMPAT,
     )
     yield from _gone(
+        Kind.DEAD,
+        {
+            "jax.soft_pmap": "jax.vmap inside lockstep.per_device",
+            "jax.xmap": "jax.shard_map",
+            "jax.experimental.maps.xmap": "jax.shard_map",
+            "jax.experimental.maps.SerialLoop": "jax.lax.map",
+            "jax.experimental.maps.thread_resources": "jax.sharding.get_mesh()",
+            "jax.interpreters.sharded_jit": "jax.jit with in_shardings",
+        },
+    )
+
+
+def _parallel_arrays() -> Iterator[Name]:
+    """What `pmap` returned, and how code asked where it lies."""
+    yield from _gone(
         Kind.REMOVED,
         {
             "jax.sharding.PmapSharding": "jax.sharding.NamedSharding(mesh, P('data'))",
@@ -98,41 +113,25 @@ def _data_parallel() -> Iterator[Name]:
         },
         _ERA,
     )
-    yield from _gone(
-        Kind.REMOVED,
-        {
-            "jax.lib.xla_bridge.device_count": "jax.device_count()",
-            "jax.lib.xla_bridge.local_device_count": "jax.local_device_count()",
-            "jax.lib.xla_bridge.devices": "jax.devices()",
-            "jax.lib.xla_bridge.local_devices": "jax.local_devices()",
-            "jax.lib.xla_bridge.process_count": "jax.process_count()",
-            "jax.lib.xla_bridge.process_index": "jax.process_index()",
-            "jax.lib.xla_bridge.host_count": "jax.process_count()",
-            "jax.lib.xla_bridge.host_id": "jax.process_index()",
-        },
-        "jax.",
-    )
-    backend = "jax.extend.backend.get_backend"
     yield Name(
-        "jax.lib.xla_bridge.get_backend",
-        Kind.REMOVED,
-        f"jax.default_backend(), or {backend}()",
-        backend,
-        backend,
-    )
-    yield from _gone(
+        "jax.experimental.global_device_array",
         Kind.DEAD,
-        {
-            "jax.soft_pmap": "jax.vmap inside lockstep.per_device",
-            "jax.xmap": "jax.shard_map",
-            "jax.experimental.maps.xmap": "jax.shard_map",
-            "jax.experimental.maps.SerialLoop": "jax.lax.map",
-            "jax.experimental.maps.thread_resources": "jax.sharding.get_mesh()",
-            "jax.interpreters.sharded_jit": "jax.jit with in_shardings",
-            "jax.experimental.global_device_array": "jax.Array and "
-            "jax.make_array_from_callback",
-            "jax.lib.xla_bridge": "the functions of jax itself, or jax.extend.backend",
-        },
+        "jax.Array and jax.make_array_from_callback",
+    )
+
+
+def _bridge() -> Iterator[Name]:
+    yield from _renamed(
+        "device_count local_device_count devices local_devices process_count "
+        "process_index host_count=process_count host_id=process_index",
+        "jax.lib.xla_bridge",
+        "jax",
+    )
+    yield from _renamed("get_backend", "jax.lib.xla_bridge", "jax.extend.backend")
+    yield Name(
+        "jax.lib.xla_bridge",
+        Kind.DEAD,
+        "the functions of jax itself, or jax.extend.backend",
     )
 
 
@@ -260,6 +259,10 @@ def _modules() -> Iterator[Name]:
     yield from _gone(
         Kind.RENAMED, {"jax.experimental.disable_x64": "jax.enable_x64(False)"}, _ERA
     )
+
+
+def _dead() -> Iterator[Name]:
+    """Parts of JAX that have no equal today."""
     yield from _gone(
         Kind.DEAD,
         {
@@ -361,12 +364,15 @@ def _table(*groups: Iterable[Name]) -> dict[str, Name]:
 
 NAMES: dict[str, Name] = _table(
     _data_parallel(),
+    _parallel_arrays(),
+    _bridge(),
     _trees(),
     _types(),
     _meshes(),
     _config(),
     _numpy(),
     _modules(),
+    _dead(),
     _libraries(),
     _still_there(),
 )
