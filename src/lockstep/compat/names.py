@@ -91,7 +91,6 @@ def _data_parallel() -> Iterator[Name]:
             "jax.soft_pmap": "jax.vmap inside lockstep.per_device",
             "jax.xmap": "jax.shard_map",
             "jax.experimental.maps.xmap": "jax.shard_map",
-            "jax.experimental.maps.SerialLoop": "jax.lax.map",
             "jax.experimental.maps.thread_resources": "jax.sharding.get_mesh()",
             "jax.interpreters.sharded_jit": "jax.jit with in_shardings",
         },
@@ -105,7 +104,6 @@ def _parallel_arrays() -> Iterator[Name]:
         {
             "jax.sharding.PmapSharding": "jax.sharding.NamedSharding(mesh, P('data'))",
             "jax.interpreters.pxla.ShardedDeviceArray": "jax.Array",
-            "jax.pxla.ShardedDeviceArray": "jax.Array",
             "jax.ShardedDeviceArray": "jax.Array",
             "jax.Array.device_buffer": "x.addressable_shards[0].data",
             "jax.Array.device_buffers": "[s.data for s in x.addressable_shards]",
@@ -285,7 +283,6 @@ def _dead() -> Iterator[Name]:
             "jax.xla_computation": "jax.jit(f).lower(...).compiler_ir()",
             "jax.curry": "functools.partial",
             "jax.clear_backends": "jax.extend.backend.clear_backends()",
-            "jax.core.unit": "None",
             "jax.core.raise_to_shaped": "jax.typeof(x)",
             "jax.core.axis_frame": "jax.lax.axis_size(axis_name), which is a number "
             "and no frame",
@@ -311,6 +308,14 @@ def _libraries() -> Iterator[Name]:
         yield Name(old, Kind.RENAMED, rename, rename, rename)
 
 
+def _numbers() -> Iterator[Name]:
+    """What arrays answer otherwise."""
+    yield Name("jax.Array.device", Kind.CHANGED, "x.device, or x.devices()")
+    for number in "float", "int", "complex":
+        conversion = f"{_ERA}to_{number}"
+        yield Name(f"jax.Array.__{number}__", Kind.CHANGED, "x.item()", "", conversion)
+
+
 def _still_there() -> Iterator[Name]:
     """Names that raise nothing: `install` gives the first ones their old meaning."""
     yield Name(
@@ -334,10 +339,10 @@ def _still_there() -> Iterator[Name]:
         for name in names.split():
             compat = _COMPAT + name
             yield Name(f"{module}.{name}", Kind.CHANGED, compat, "", compat)
-    yield Name("jax.Array.device", Kind.CHANGED, "x.device, or x.devices()")
-    for number in "float", "int", "complex":
-        conversion = f"{_ERA}to_{number}"
-        yield Name(f"jax.Array.__{number}__", Kind.CHANGED, "x.item()", "", conversion)
+
+
+def _old() -> Iterator[Name]:
+    """Names that still work, but not for ever."""
     for old, new in {
         "jax.host_id": "jax.process_index",
         "jax.host_count": "jax.process_count",
@@ -375,6 +380,8 @@ NAMES: dict[str, Name] = _table(
     _dead(),
     _libraries(),
     _still_there(),
+    _numbers(),
+    _old(),
 )
 """Every row, by its old dotted name."""
 
