@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from lockstep.compat.flags import FLAGS
-from lockstep.compat.names import NAMES, Kind, look_up
+from lockstep.compat.names import NAMES, look_up
+from lockstep.compat.naming import Kind
 
 GONE = [row for row in NAMES.values() if row.gone]
 THERE = [row for row in NAMES.values() if not row.gone]

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 
 from lockstep.compat.flags import FLAGS
-from lockstep.compat.names import NAMES, Name, look_up
+from lockstep.compat.names import NAMES, look_up
+from lockstep.compat.naming import Name
 from lockstep.notices import say_once
 
 _restored: ExitStack | None = None

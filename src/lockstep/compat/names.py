@@ -7,71 +7,15 @@ installed versions.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Kind(StrEnum):
-    """What became of a name."""
-
-    REMOVED = "removed"
-    """Part of the data-parallel interface; gone, with nothing of its shape in JAX."""
-    RENAMED = "renamed"
-    """Gone under this name; the same thing has another one."""
-    CHANGED = "changed"
-    """What stands there today, or comes nearest, means something else."""
-    DEAD = "dead"
-    """Gone, and nothing today means the same."""
-    OLD = "old"
-    """Still there and still right, but on its way out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """One row: a name, what became of it, and what to do.
-
-    Attributes:
-        old: the dotted name, as the era wrote it.
-        kind: what became of it.
-        today: what to write instead, as text.
-        rename: the dotted name that can stand in its place without any other
-            change; empty where there is none.
-        restore: the dotted name of what `install` puts in its place; empty where it
-            cannot, and then `today` is what the raised error says.
-    """
-
-    old: str
-    kind: Kind
-    today: str
-    rename: str = ""
-    restore: str = ""
-
-    @property
-    def gone(self) -> bool:
-        """Whether code that uses the name stops on today's JAX."""
-        return self.kind in (Kind.REMOVED, Kind.RENAMED, Kind.DEAD)
-
+from lockstep.compat.naming import Kind, Name, gone, renamed
 
 _ERA = "lockstep.compat.era."
 _COMPAT = "lockstep.compat."
 
 
-def _renamed(names: str, module: str, to: str = "") -> Iterator[Name]:
-    """Rows for `old` or `old=new` words under `module`, now under `to`."""
-    for word in names.split():
-        old, _, new = word.partition("=")
-        rename = f"{to or module}.{new or old}"
-        yield Name(f"{module}.{old}", Kind.RENAMED, rename, rename, rename)
-
-
-def _gone(kind: Kind, rows: dict[str, str], restore: str = "") -> Iterator[Name]:
-    """Rows that have text only, or the same helper module for all of them."""
-    for old, today in rows.items():
-        yield Name(old, kind, today, "", restore and restore + old.split(".")[-1])
-
-
 def _data_parallel() -> Iterator[Name]:
-    yield from _gone(
+    yield from gone(
         Kind.REMOVED,
         {
             "jax.device_put_replicated": "lockstep.replicate(tree, mesh), or "
@@ -85,7 +29,7 @@ def _data_parallel() -> Iterator[Name]:
         },
         _COMPAT,
     )
-    yield from _gone(
+    yield from gone(
         Kind.DEAD,
         {
             "jax.soft_pmap": "jax.vmap inside lockstep.per_device",
@@ -99,7 +43,7 @@ def _data_parallel() -> Iterator[Name]:
 
 def _parallel_arrays() -> Iterator[Name]:
     """What `pmap` returned, and how code asked where it lies."""
-    yield from _gone(
+    yield from gone(
         Kind.REMOVED,
         {
             "jax.sharding.PmapSharding": "jax.sharding.NamedSharding(mesh, P('data'))",
@@ -119,13 +63,13 @@ def _parallel_arrays() -> Iterator[Name]:
 
 
 def _bridge() -> Iterator[Name]:
-    yield from _renamed(
+    yield from renamed(
         "device_count local_device_count devices local_devices process_count "
         "process_index host_count=process_count host_id=process_index",
         "jax.lib.xla_bridge",
         "jax",
     )
-    yield from _renamed("get_backend", "jax.lib.xla_bridge", "jax.extend.backend")
+    yield from renamed("get_backend", "jax.lib.xla_bridge", "jax.extend.backend")
     yield Name(
         "jax.lib.xla_bridge",
         Kind.DEAD,
@@ -134,15 +78,15 @@ def _bridge() -> Iterator[Name]:
 
 
 def _trees() -> Iterator[Name]:
-    yield from _renamed(
+    yield from renamed(
         "tree_map=map tree_multimap=map tree_leaves=leaves tree_flatten=flatten "
         "tree_unflatten=unflatten tree_structure=structure tree_reduce=reduce "
         "tree_transpose=transpose tree_all=all",
         "jax",
         "jax.tree",
     )
-    yield from _renamed("tree_multimap=tree_map", "jax.tree_util")
-    yield from _renamed(
+    yield from renamed("tree_multimap=tree_map", "jax.tree_util")
+    yield from renamed(
         "treedef_is_leaf treedef_children treedef_tuple", "jax", "jax.tree_util"
     )
 
@@ -177,8 +121,8 @@ def _meshes() -> Iterator[Name]:
         "jax.sharding": "MeshPspecSharding=NamedSharding use_mesh=set_mesh "
         "XLACompatibleSharding=Sharding",
     }.items():
-        yield from _renamed(names, module, "jax.sharding")
-    yield from _renamed("with_sharding_constraint", "jax.experimental.pjit", "jax.lax")
+        yield from renamed(names, module, "jax.sharding")
+    yield from renamed("with_sharding_constraint", "jax.experimental.pjit", "jax.lax")
     yield Name(
         "jax.sharding.PositionalSharding",
         Kind.DEAD,
@@ -191,7 +135,7 @@ def _config() -> Iterator[Name]:
     yield Name(
         "jax.config.config", Kind.RENAMED, "jax.config", "jax.config", "jax.config"
     )
-    yield from _gone(
+    yield from gone(
         Kind.DEAD,
         {
             "jax.config.FLAGS": "jax.config.read('jax_...')",
@@ -208,14 +152,14 @@ def _config() -> Iterator[Name]:
 
 
 def _numpy() -> Iterator[Name]:
-    yield from _renamed(
+    yield from renamed(
         "row_stack=vstack round_=round product=prod alltrue=all sometrue=any "
         "cumproduct=cumprod trapz=trapezoid fix=trunc",
         "jax.numpy",
     )
-    yield from _renamed("tril triu", "jax.scipy.linalg", "jax.numpy")
-    yield from _renamed("normalize=standardize", "jax.nn")
-    yield from _gone(
+    yield from renamed("tril triu", "jax.scipy.linalg", "jax.numpy")
+    yield from renamed("normalize=standardize", "jax.nn")
+    yield from gone(
         Kind.RENAMED,
         {
             "jax.numpy.msort": "jnp.sort(x, axis=0)",
@@ -236,32 +180,32 @@ def _numpy() -> Iterator[Name]:
 
 
 def _modules() -> Iterator[Name]:
-    yield from _renamed("optimizers stax", "jax.experimental", "jax.example_libraries")
-    yield from _renamed("linear_util", "jax", "jax.extend")
-    yield from _renamed(
+    yield from renamed("optimizers stax", "jax.experimental", "jax.example_libraries")
+    yield from renamed("linear_util", "jax", "jax.extend")
+    yield from renamed(
         "StepTraceContext=StepTraceAnnotation TraceContext=TraceAnnotation",
         "jax.profiler",
     )
-    yield from _renamed("enable_x64", "jax.experimental", "jax")
-    yield from _renamed(
+    yield from renamed("enable_x64", "jax.experimental", "jax")
+    yield from renamed(
         "Primitive Jaxpr ClosedJaxpr JaxprEqn Literal Var jaxpr_as_fun",
         "jax.core",
         "jax.extend.core",
     )
-    yield from _renamed("get_aval=typeof", "jax.core", "jax")
-    yield from _renamed("partial", "jax", "functools")
-    yield from _renamed("vectorize", "jax.experimental.vectorize", "jax.numpy")
-    yield from _renamed(
+    yield from renamed("get_aval=typeof", "jax.core", "jax")
+    yield from renamed("partial", "jax", "functools")
+    yield from renamed("vectorize", "jax.experimental.vectorize", "jax.numpy")
+    yield from renamed(
         "jit grad value_and_grad vmap pmap device_put device_get", "jax.api", "jax"
     )
-    yield from _gone(
+    yield from gone(
         Kind.RENAMED, {"jax.experimental.disable_x64": "jax.enable_x64(False)"}, _ERA
     )
 
 
 def _dead() -> Iterator[Name]:
     """Parts of JAX that have no equal today."""
-    yield from _gone(
+    yield from gone(
         Kind.DEAD,
         {
             "jax.api": "the functions of jax itself",
@@ -292,7 +236,7 @@ def _dead() -> Iterator[Name]:
 
 def _libraries() -> Iterator[Name]:
     """Flax and Optax: what is gone there is reported, never faked."""
-    yield from _gone(
+    yield from gone(
         Kind.DEAD,
         {
             "flax.optim": "optax, with flax.training.train_state.TrainState",
@@ -348,7 +292,7 @@ def _old() -> Iterator[Name]:
         "jax.host_count": "jax.process_count",
     }.items():
         yield Name(old, Kind.OLD, new, new)
-    yield from _gone(
+    yield from gone(
         Kind.OLD,
         {
             "jax.host_ids": "range(jax.process_count())",

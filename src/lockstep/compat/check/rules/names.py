@@ -11,7 +11,8 @@ from lockstep.compat.check.code import constant, keyword
 from lockstep.compat.check.findings import Level
 from lockstep.compat.check.module import Module, Remarks, rule
 from lockstep.compat.flags import FLAGS
-from lockstep.compat.names import NAMES, Kind, Name, look_up
+from lockstep.compat.names import NAMES, look_up
+from lockstep.compat.naming import Kind, Name
 
 _MISSING = object()
 
