@@ -234,6 +234,25 @@ def test_a_deleted_argument_is_named(mesh_of, argument):
         step(0.0, **args)
 
 
+def test_one_array_in_two_places_is_donated_once(mesh_of):
+    def step(state, batch, teacher):
+        new = {k: v + batch.mean() * teacher["w"] for k, v in state.items()}
+        return new, {"sum": sum(x.sum() for x in state.values())}
+
+    mesh = mesh_of(4)
+    batch = shard_batch(np.ones(4, np.float32), mesh)
+    parallel = parallelize(step, mesh)
+    weights = replicate(np.ones(2, np.float32), mesh)
+    teacher = state = {"w": weights, "ema": weights}
+    for _ in range(2):
+        state, _ = parallel(state, batch, teacher)
+        state = {"w": state["w"], "ema": state["w"]}
+        teacher = state
+    np.testing.assert_array_equal(state["w"], [4, 4])
+    assert state["ema"].sharding.is_fully_replicated
+    assert weights.is_deleted() and parallel.compiles.count == 1
+
+
 def test_argument_numbers_count_from_zero_and_a_mesh_is_a_mesh(mesh_of):
     with pytest.raises(ValueError, match=r"batch_argnums=\(-1,\): number .* from 0"):
         parallelize(train_step, mesh_of(2), batch_argnums=-1)

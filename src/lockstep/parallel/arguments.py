@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lockstep import placement, sharding, tree
@@ -41,6 +42,7 @@ class Placer:
         self.dropped_rows = 0
         self._most_rows = 0
         self._said = False
+        self._in_state: set[int] = set()
         self._everywhere = sharding.replicated(mesh)
         self._rows = sharding.rows(mesh, axis_name)
         self._replicas: dict[int, tuple[Any, Any]] = {}
@@ -65,11 +67,15 @@ class Placer:
             RuntimeError: a leaf was donated to an earlier call.
         """
         leaves = jax.tree.leaves(state)
-        if self.is_placed(leaves):
-            if any(leaf.is_deleted() for leaf in leaves):
-                check_alive(state, name)
-            return state
-        return placement.map_named(self._state_leaf, state, name)
+        if not self.is_placed(leaves):
+            state = placement.map_named(self._state_leaf, state, name)
+            leaves = jax.tree.leaves(state)
+        elif any(leaf.is_deleted() for leaf in leaves):
+            check_alive(state, name)
+        self._in_state = set(map(id, leaves))
+        if len(self._in_state) < len(leaves):
+            return _copy_seen(state, set())
+        return state
 
     def batch(self, batch: Any, name: str = "batch") -> Any:
         """A batch split over the mesh; `None` when "drop" leaves no row of it."""
@@ -96,6 +102,8 @@ class Placer:
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
             check_alive(argument, name)
         if self.is_placed(leaves):
+            if any(id(leaf) in self._in_state for leaf in leaves):
+                return _copy_seen(argument, self._in_state)
             return argument
         return placement.map_named(self._other_leaf, argument, name)
 
@@ -177,6 +185,18 @@ def check_alive(values: Any, name: str) -> None:
     """
     for path, leaf in tree.named_leaves(values, name):
         tree.check_leaf_alive(leaf, path)
+
+
+def _copy_seen(values: Any, seen: set[int]) -> Any:
+    """Copy the arrays that come a second time: memory is donated once (JAX crashes)."""
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and id(leaf) in seen:
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(copy, values)
 
 
 def _ids(devices: Iterable[Any]) -> str:

@@ -46,4 +46,6 @@ class LastCall:
                     return False
         except AttributeError:  # a host value
             return False
+        if len(set(map(id, leaves))) < len(leaves):  # may be donated once only
+            return False
         return not any(leaves[i].weak_type for i in self.program.strong)
