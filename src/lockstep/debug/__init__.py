@@ -11,7 +11,9 @@ from lockstep.debug.nonfinite.diagnosis import NonFinite, NonFiniteError
 from lockstep.debug.nonfinite.guard import nan_guard
 from lockstep.debug.nonfinite.replay import replay
 from lockstep.debug.shapes import shapes
+from lockstep.debug.show_sharding import show_sharding
 from lockstep.memory import LargestBatch, MemoryReport
+from lockstep.printing import print_per_device
 from lockstep.replicas import ReplicaMismatch, check_replicas
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "memory",
     "memory_now",
     "nan_guard",
+    "print_per_device",
     "replay",
     "shapes",
+    "show_sharding",
 ]

@@ -140,7 +140,9 @@ class ParallelStep:
             compare_replicas: whether the first call compares the replicas of the state.
         """
         options = dataclasses.replace(self._options, mesh=mesh, donate_argnums=())
-        return ParallelStep(options, compare_replicas=compare_replicas)
+        step = ParallelStep(options, compare_replicas=compare_replicas)
+        step.observers.clear()  # it is there to be looked at
+        return step
 
     def copy(self, fn: Callable[..., Any] | None = None) -> "ParallelStep":
         """The same step with a log of its own, to look at; or `fn` in its place."""
