@@ -96,6 +96,13 @@ def run(
     compat: _Compat = False,
     era_random: _EraRandom = False,
     rehearse: _Rehearse = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Tell what goes wrong in its steps.")
+    ] = False,
+    watch_every: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="--watch compares the copies in each N."),
+    ] = 100,
 ) -> None:
     """Run a training script or notebook, as python would; exit with its exit code.
 
@@ -117,11 +124,33 @@ def run(
             from lockstep.rehearse import rehearsed
 
             setup.enter_context(rehearsed(rehearse))
+        if watch:
+            from lockstep.watch import watched
+
+            setup.enter_context(watched(watch_every))
         try:
             launch.run(program)
         except launch.CannotStart as error:
             typer.echo(f"lockstep run: {error}", err=True)
             raise typer.Exit(2) from None
+
+
+@app.command()
+def replay(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="run/nan_step_120")],
+) -> None:
+    """Repeat a step that was not finite, on one device, and say where it goes wrong.
+
+    DIR was saved by nan_guard, NanGuard or run --watch. The script that saved it runs
+    again as far as its first step. Exits with 1 if the step is still not finite.
+    """
+    from lockstep import replay as replaying
+
+    try:
+        replaying.replay(directory)
+    except (replaying.CannotReplay, replaying.launch.CannotStart) as error:
+        typer.echo(f"lockstep replay: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()

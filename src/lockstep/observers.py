@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import jax
+from jax.core import Tracer
+
 
 class Observer(Protocol):
     """Sees the calls of a step from outside; what it raises ends the call."""
@@ -24,6 +27,7 @@ class Observer(Protocol):
 
 
 _everywhere: list[Observer] = []
+_looking: list[bool] = []
 
 
 def for_new_step() -> list[Observer]:
@@ -50,6 +54,9 @@ def observed(
 ) -> Any:
     """One call of a step, seen by its observers.
 
+    Calls that an observer makes itself are not seen, nor those of a transformation of
+    JAX, which have no values.
+
     Example:
         >>> class Count:
         ...     def before(self, step, args, kwargs):
@@ -61,10 +68,24 @@ def observed(
         returned 1
         1
     """
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
+    if _looking or traced:
+        return run(args, kwargs)
     seeing = tuple(observers)  # one of them may leave the list
-    for observer in seeing:
-        observer.before(step, args, kwargs)
+    with _look():
+        for observer in seeing:
+            observer.before(step, args, kwargs)
     outputs = run(args, kwargs)
-    for observer in seeing:
-        observer.after(step, outputs)
+    with _look():
+        for observer in seeing:
+            observer.after(step, outputs)
     return outputs
+
+
+@contextmanager
+def _look() -> Iterator[None]:
+    _looking.append(True)
+    try:
+        yield
+    finally:
+        _looking.pop()

@@ -3,7 +3,8 @@
 from typing import Any
 
 import jax
-from jax import lax
+
+from lockstep.printing import print_per_device
 
 
 def debug_print(fmt: str, *values: Any, **named: Any) -> None:
@@ -25,17 +26,7 @@ def debug_print(fmt: str, *values: Any, **named: Any) -> None:
         device 0: x is 0
         device 1: x is 1
     """
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    if not axes:
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        print_per_device(fmt, *values, **named)
+    else:
         jax.debug.print(fmt, *values, **named)
-        return
-    index = lax.axis_index(axes)
-
-    def show(index: Any, rows: Any) -> None:
-        if index:  # every device has all rows; the first one prints
-            return
-        for device in rows[0]:
-            _, values, named = jax.tree.map(lambda leaf, d=device: leaf[d], rows)
-            print(f"device {device}: {fmt.format(*values, **named)}")
-
-    jax.debug.callback(show, index, lax.all_gather((index, values, named), axes))

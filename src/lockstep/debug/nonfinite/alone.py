@@ -224,9 +224,9 @@ def watched(args: tuple[Any, ...], outputs: Any, rank: int) -> list[tuple[str, A
 
 
 def new_state(args: tuple[Any, ...], outputs: Any) -> Any:
-    """The new state among the outputs; `()` where there is none."""
+    """The new state among the outputs; `None` where there is none."""
     at = _state_at(args, outputs)
-    return outputs if at == "all" else outputs[0] if at == "first" else ()
+    return outputs if at == "all" else outputs[0] if at == "first" else None
 
 
 def _state_at(args: tuple[Any, ...], outputs: Any) -> str | None:

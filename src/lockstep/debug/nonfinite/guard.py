@@ -115,9 +115,10 @@ class Guard:
         self._every, self._found, self._done = every, found, done
         self._block: _Block | None = None
         self._behind: _Block | None = None
-        self._last: Any = None
+        self._last: tuple[Any, Any] = (None, None)
         self._ignored: set[str] | None = None
         self._idle = False
+        self._given: Any = None
 
     def before(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy the state at the start of a block; hold the other arguments."""
@@ -130,6 +131,7 @@ class Guard:
             self._end_block()  # the caller went on from another state
         if self._block is None:
             self._block = _Block(_copy(state), [], self._done + 1)
+        self._given = state
         self._block.calls.append(_hold((rest, kwargs), everything=self._every == 1))
 
     def after(self, step: Any, outputs: Any) -> None:
@@ -140,7 +142,8 @@ class Guard:
         leaves = watched((self._block.state,), outputs, rank=self._rank)
         state = [pair for pair in leaves if pair[0].startswith("state")]
         self._block.scalars.append([p for p in leaves if p not in state])
-        self._last = next(iter(jax.tree.leaves(outputs)), None)
+        self._last = _first_leaf(self._given), _first_leaf(outputs)
+        self._given = None
         if len(self._block.calls) >= self._every:
             self._block.state_flags = [p for p, _ in state], _bad([x for _, x in state])
             if self._every == 1:
@@ -162,7 +165,9 @@ class Guard:
         return 0 if isinstance(self._step, ParallelStep) else 1
 
     def _follows(self, state: Any) -> bool:
-        return next(iter(jax.tree.leaves(state)), None) is self._last
+        """Whether a state is the one that came out, or (to evaluate) that went in."""
+        leaf = _first_leaf(state)
+        return any(leaf is known for known in self._last)
 
     def _end_block(self) -> None:
         if self._behind is not None:
@@ -202,7 +207,8 @@ class Guard:
             ]
             if describe(values):
                 return self._explain(number, (state, *rest), kwargs, values)
-            state = new_state((state,), outputs)
+            new = new_state((state,), outputs)
+            state = state if new is None else new
         return self._unexplained(
             block.first,
             f"it, or one of the {len(block.calls) - 1} steps after it, was not finite, "
@@ -242,6 +248,10 @@ def _hold(values: Any, everything: bool) -> Any:
     if everything:
         return _copy(values)
     return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, values)
+
+
+def _first_leaf(values: Any) -> Any:
+    return next(iter(jax.tree.leaves(values)), None)
 
 
 @jax.jit
