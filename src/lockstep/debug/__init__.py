@@ -7,6 +7,7 @@ from lockstep.debug.comparing.comparison import Comparison
 from lockstep.debug.first_call import FirstCall
 from lockstep.debug.live_memory import LiveMemory, memory_now
 from lockstep.debug.memory import largest_batch, memory
+from lockstep.debug.no_transfers import no_transfers
 from lockstep.debug.nonfinite.diagnosis import NonFinite, NonFiniteError
 from lockstep.debug.nonfinite.guard import nan_guard
 from lockstep.debug.nonfinite.replay import replay
@@ -33,6 +34,7 @@ __all__ = [
     "memory",
     "memory_now",
     "nan_guard",
+    "no_transfers",
     "print_per_device",
     "replay",
     "shapes",
