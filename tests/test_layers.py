@@ -24,7 +24,7 @@ LAYERS = tuple(
         """sharding placement rng metrics signatures compiles
         observers printing varying replicas""",
         # 2: one step: the train step, then any step on all devices
-        """reduce step first_step parallel memory""",
+        """reduce step first_step parallel memory transfers""",
         # 3: data in, numbers out
         """data evaluation writers""",
         # 4: many steps

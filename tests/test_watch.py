@@ -31,6 +31,8 @@ for i in range(30):
     x = np.linspace(1, 2, rows, dtype=np.float32){shape}
     if (fault, i) == ("faults", 26):
         x.reshape(-1)[5] = -1
+    if fault == "none":
+        x = {place}
     w, loss = step(w, x)
 print("trained", *sys.argv[1:])
 """
@@ -41,18 +43,21 @@ VIEWS = {
         "wrap": "step = ls.parallelize(train_step)",
         "state": "1.5",
         "shape": "",
+        "place": "step.place_batch(x)",
     },
     "device": {
         "average": "grad, loss = jax.lax.pmean((grad, loss), 'data')",
         "wrap": "step = ls.per_device(train_step)",
         "state": "1.5",
         "shape": "",
+        "place": "step.place_batch(x)",
     },
     "pmap": {
         "average": "grad, loss = jax.lax.pmean((grad, loss), 'data')",
         "wrap": "step = ls.compat.pmap(train_step, 'data')",
         "state": "np.full(2, 1.5, np.float32)",
         "shape": ".reshape(2, -1)",
+        "place": "ls.compat.device_put_sharded(list(x), jax.devices())",
     },
 }
 
@@ -81,7 +86,7 @@ class TestWatch:
             r"finite, copies of the state equal in 3 checks",
             lines(result)[-1],
         )
-        assert result.stderr == ""
+        assert result.stderr == "" and "in every call" not in result.stdout
 
     def test_faults_are_told_and_the_bad_step_is_replayed(self, tmp_path, view):
         result = watch(tmp_path, view, "faults")
@@ -93,6 +98,8 @@ class TestWatch:
         assert "train.py:8 in loss_of" in result.stdout
         assert "numbers NOT FINITE" in lines(result)[-1]
         change = r"\[2,4\] -> float32\[2,3\]" if stacked else r"\[8\] -> float32\[6\]"
+        assert "train_step, call 2: x (float32[" in result.stdout
+        assert "comes from the host in every call" in result.stdout
         compiled = rf"train_step, call 30: compiled in \S+ s: x float32{change}"
         assert re.search(compiled, result.stdout)
         assert "compiling again" in result.stderr

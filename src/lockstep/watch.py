@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lockstep import observers
+from lockstep.transfers import transfers
 
 # So many steps lie between two looks for NaN; a step back in time costs a copy.
 _NAN_EVERY = 20
@@ -20,7 +21,8 @@ def watched(every: int) -> Iterator[None]:
     """Prints what a person needs to know of the steps that the program inside takes.
 
     That is, of each step: its collectives and its memory, before its first call; every
-    compile, with the reason; copies of the state that differ; the first step that is
+    compile, with the reason; what comes from the host in every call; copies of the
+    state that differ; the first step that is
     not finite, with rows and line; a summary at the end.
 
     Args:
@@ -63,6 +65,9 @@ class _Watch:
     def before(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call begins."""
         seen = self._steps.get(id(step)) or self._begin(step)
+        if seen.calls == 1:
+            for text in transfers(step, args, kwargs)[:3]:
+                _say(f"{step.compiles.name}, call 2: {text}")
         seen.guard.before(step, args, kwargs)
         self._args = args
 

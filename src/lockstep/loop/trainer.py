@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from lockstep.loop.step_keys import StepKeys
 from lockstep.metrics import compute
 from lockstep.notices import say_once
 from lockstep.parallel import as_parallel
+from lockstep.transfers import NoTransfers
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +75,9 @@ class Trainer:
         callbacks: called after each step, in this order; see `callbacks`.
         remainder: what to do with rows that do not divide, as in `parallelize`.
         max_compiles: raise instead of compiling more often than this.
+        transfer_guard: "error" refuses what is moved to the devices in every step
+            without being asked for: by the step (the error names the argument) and by
+            the callbacks. The body of your own loop is not guarded.
         clock: seconds, for `info.seconds`.
 
     Attributes:
@@ -105,6 +109,7 @@ class Trainer:
         callbacks: Iterable[Callback] = (),
         remainder: str | None = None,
         max_compiles: int | None = None,
+        transfer_guard: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.parallel = as_parallel(step, mesh, remainder)
@@ -119,6 +124,9 @@ class Trainer:
         self._keys = None if key is None else StepKeys(key, self.mesh)
         self._clock = clock
         self._last_read = 0
+        self._guarded = _check_guard(transfer_guard)
+        if self._guarded:
+            self.parallel.observers.append(NoTransfers())
         if max_compiles is not None:
             self.parallel.compiles.max_compiles = max_compiles
 
@@ -191,7 +199,8 @@ class Trainer:
             callbacks.start(self, self._state)
             for epoch, batch in batches:
                 info = self._advance(epoch, batch)
-                stop = callbacks(info)
+                with self._guard():
+                    stop = callbacks(info)
                 yield info
                 if stop:
                     return
@@ -229,6 +238,24 @@ class Trainer:
             trainer=self,
         )
 
+    @contextmanager
+    def _guard(self) -> Generator[None, None, None]:
+        """No transfer to the devices or between them that nobody asked for."""
+        if not self._guarded:
+            yield
+            return
+        to_device = jax.transfer_guard_host_to_device("disallow")
+        with to_device, jax.transfer_guard_device_to_device("disallow"):
+            try:
+                yield
+            except jax.errors.JaxRuntimeError as error:
+                if "Disallowed" in str(error):
+                    error.add_note(
+                        "transfer_guard='error': make the value once, before the "
+                        "training, or ask for the move with jax.device_put"
+                    )
+                raise
+
     def _key_argument(self) -> tuple[jax.Array, ...]:
         return () if self._keys is None else (self._keys[self.step],)
 
@@ -241,6 +268,12 @@ class Trainer:
                 "every(n, Log(...)), which does not wait",
             )
         self._last_read = step
+
+
+def _check_guard(transfer_guard: str | None) -> bool:
+    if transfer_guard not in (None, "error"):
+        raise ValueError(f"transfer_guard={transfer_guard!r}; it is None or 'error'")
+    return transfer_guard == "error"
 
 
 def _is_deleted(leaf: Any) -> bool:

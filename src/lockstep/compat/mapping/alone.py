@@ -23,6 +23,11 @@ class Alone:
         self._fun, self._options = fun, options
         self._programs: dict[jax.Device, Programs] = {}
 
+    @property
+    def static(self) -> tuple[int, ...]:
+        """The positions of the static arguments."""
+        return self._options.static
+
     def devices(self, size: int) -> Sequence[jax.Device]:
         """The devices of this process that an axis of this size lies on."""
         return devices.mine(self._options)[:size]
