@@ -1,5 +1,6 @@
 """The global view: an unchanged single-device step over many devices."""
 
+import dataclasses
 import gc
 import logging
 import weakref
@@ -419,6 +420,41 @@ def test_a_state_on_other_devices_is_refused(mesh_of):
         ValueError, match=r"state\['w'\] is on device 5, and the mesh has devices 0, 1"
     ):
         step({"w": elsewhere}, np.ones(4, np.float32))
+
+
+def test_a_state_on_another_mesh_is_refused(mesh_of):
+    """Also where its devices are among those of the mesh."""
+    smaller = replicate({"w": jnp.ones(3)}, mesh_of(4))
+    step = parallelize(lambda state, b: (state, None), mesh_of(8))
+    with pytest.raises(ValueError, match=r"state\['w'\] is on devices 0, 1, 2, 3, and"):
+        step(smaller, np.ones(8, np.float32))
+
+
+def test_an_unregistered_dataclass_is_no_state(mesh_of):
+    @dataclasses.dataclass
+    class State:
+        w: jax.Array
+
+    state = {"model": State(jnp.ones(3))}
+    step = parallelize(lambda state, b: (state, None), mesh_of(2))
+    text = r"state\['model'\] is a State, .*register_dataclass"
+    with pytest.raises(ValueError, match=text):
+        step(state, np.ones(2, np.float32))
+    with pytest.raises(ValueError, match=text):
+        replicate(state, mesh_of(2))
+
+
+def test_a_state_of_one_leaf_may_not_change_its_shape(mesh_of):
+    step = parallelize(lambda s, b: ({"w": s["w"][None]}, {}), mesh_of(2))
+    with pytest.raises(TypeError, match=r"s\['w'\] was float32\[3\] and is now"):
+        step({"w": jnp.ones(3)}, np.ones(2, np.float32))
+
+
+def test_the_only_axis_of_a_mesh_splits_rows_under_any_name(mesh_of):
+    mesh = mesh_of(4, {"batch": 4})
+    placed = shard_batch(np.ones(8, np.float32), mesh)
+    step = parallelize(lambda w, x: (w, x.sum()), mesh)
+    assert float(step(jnp.zeros(()), placed)[1]) == 8
 
 
 def test_a_state_on_one_device_of_the_mesh_is_copied_and_said_once(mesh_of, caplog):

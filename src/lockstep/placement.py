@@ -59,7 +59,7 @@ def shard_batch(
     batch: Any,
     mesh: Mesh | None = None,
     *,
-    axis_name: str = "data",
+    axis_name: str | None = None,
     remainder: str = "error",
     multiple: int = 1,
     at_least: int = 0,
@@ -70,7 +70,7 @@ def shard_batch(
         batch: a tree of `[B, ...]` arrays (NumPy, torch, TensorFlow, JAX). Leaves of
             rank 0 have no rows and are replicated; `None` and `bool` pass through.
         mesh: the devices; all of them when `None`.
-        axis_name: the mesh axis that splits the rows.
+        axis_name: the mesh axis that splits the rows: "data" if there are several.
         remainder: what to do with rows that do not divide: `"error"`; `"pad"` (the
             result is a `MaskedBatch`); `"drop"` (the result is `None` when no row
             is left); `"unsplit"` (every device holds the whole short batch).
@@ -91,6 +91,7 @@ def shard_batch(
     if remainder not in REMAINDERS:
         raise ValueError(f"remainder={remainder!r} is not one of {REMAINDERS}")
     mesh = make_mesh() if mesh is None else mesh
+    axis_name = sharding.row_axis(mesh, axis_name)
     by_rows = sharding.rows(mesh, axis_name)
     need = mesh.shape[axis_name] * multiple
     if isinstance(batch, MaskedBatch):
@@ -207,16 +208,25 @@ def check_batch(batch: Any, name: str = "batch") -> Any:
                 f"{path} is text or objects ({tree.describe_leaf(leaf)}), and devices "
                 "hold numbers only: encode it as integers, or leave it out of the batch"
             )
-        if dataclasses.is_dataclass(leaf):
-            raise ValueError(
-                f"{path} is a {type(leaf).__name__}, a dataclass in which JAX sees no "
-                "arrays: decorate the class with @jax.tree_util.register_dataclass"
-            )
+        check_registered(leaf, path)
         return leaf
 
     batch = map_named(check, batch, name)
     count_rows(batch, name)
     return batch
+
+
+def check_registered(leaf: Any, path: str) -> None:
+    """Refuse a dataclass that JAX takes for one static leaf.
+
+    Raises:
+        ValueError: names the leaf and how to register its class.
+    """
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        raise ValueError(
+            f"{path} is a {type(leaf).__name__}, a dataclass in which JAX sees no "
+            "arrays: decorate the class with @jax.tree_util.register_dataclass"
+        )
 
 
 def map_named(fn: Any, values: Any, name: str) -> Any:
@@ -236,6 +246,7 @@ def take_rows(batch: Any, index: Any) -> Any:
 def copy_to(leaf: Any, where: NamedSharding, path: str) -> Any:
     """One leaf on all devices of `where`, never sharing the caller's buffer."""
     leaf = tree.as_host(leaf)
+    check_registered(leaf, path)
     if tree.is_static(leaf):
         return leaf
     if isinstance(leaf, jax.Array):

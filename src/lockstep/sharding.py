@@ -27,6 +27,18 @@ def rows(mesh: Mesh, axis_name: str = "data") -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(axis_name))
 
 
+def row_axis(mesh: Mesh, axis_name: str | None = None) -> str:
+    """The mesh axis that splits rows: the named one, "data", or the only one.
+
+    Raises:
+        ValueError: the mesh has no axis of that name, or several and none is "data".
+    """
+    if axis_name is None and len(mesh.axis_names) == 1:
+        return mesh.axis_names[0]
+    check_axis(mesh, axis_name or "data")
+    return axis_name or "data"
+
+
 def check_axis(mesh: Mesh, axis_name: str) -> None:
     """Raise a `ValueError` that lists the axes when `axis_name` is none of them."""
     if axis_name not in mesh.axis_names:

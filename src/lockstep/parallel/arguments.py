@@ -109,7 +109,10 @@ class Placer:
 
     def _state_leaf(self, path: str, leaf: Any) -> Any:
         check_alive(leaf, path)
-        if self.is_placed([leaf]) or tree.is_static(leaf):
+        if self.is_placed([leaf]):
+            return leaf
+        placement.check_registered(leaf, path)
+        if tree.is_static(leaf):
             return leaf
         if isinstance(leaf, jax.Array) and leaf.committed:
             self._check_inside(path, leaf)
@@ -139,8 +142,9 @@ class Placer:
         return placed
 
     def _check_inside(self, path: str, leaf: jax.Array) -> None:
-        devices = set(self.mesh.devices.flat)
-        if leaf.sharding.device_set - devices:
+        """One device of the mesh is where a state starts; another mesh is a mistake."""
+        devices, own = set(self.mesh.devices.flat), leaf.sharding.device_set
+        if own - devices or 1 < len(own) < len(devices):
             raise ValueError(
                 f"{path} is on {_ids(leaf.sharding.device_set)}, and the mesh has "
                 f"{_ids(devices)}: place it with replicate(..., mesh), or use the mesh "

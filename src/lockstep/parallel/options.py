@@ -60,13 +60,8 @@ class Options:
     @functools.cached_property
     def row_axis(self) -> str:
         """The mesh axis that splits rows: the named one, "data", or the only one."""
-        axes = self.mesh.axis_names
-        if self.device_axis in axes:
-            return str(self.device_axis)
-        if "data" not in axes and len(axes) == 1:
-            return axes[0]
-        sharding.check_axis(self.mesh, "data")
-        return "data"
+        named = self.device_axis in self.mesh.axis_names
+        return sharding.row_axis(self.mesh, self.device_axis if named else None)
 
     @functools.cached_property
     def device_mesh(self) -> Mesh:

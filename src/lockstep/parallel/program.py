@@ -101,8 +101,11 @@ def find_state(state: Any, out: Any) -> str | None:
         return None
     if _similar(state, out):
         return "all"
-    if isinstance(out, tuple) and out and _similar(state, out[0]):
-        return "first"
+    if isinstance(out, tuple) and out:
+        tree = jax.tree.structure(state)
+        nested = tree != jax.tree.structure(0)
+        if _similar(state, out[0]) or (nested and tree == jax.tree.structure(out[0])):
+            return "first"
     return None
 
 
