@@ -57,6 +57,10 @@ class TestFetchInLoop:
     def test_now_and_then_is_right(self, test):
         self.found(in_loop(f'if {test}: print(float(metrics["loss"][0]))'))
 
+    def test_reading_in_an_assertion_is_right(self):
+        line = 'assert float(metrics["loss"][0]) == 1'
+        self.found(in_loop(line, "np.testing.assert_allclose(np.asarray(metrics), 1)"))
+
     def test_collected_and_read_at_the_end_is_right(self):
         text = in_loop("history.append(metrics)")
         self.found(text + "losses = [float(m['loss'][0]) for m in history]\n")

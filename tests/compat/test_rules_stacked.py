@@ -138,6 +138,10 @@ class TestBatchNorm:
     def test_without_batch_statistics_or_without_devices(self):
         frozen = "nn.BatchNorm(use_running_average=True)(x)\nnn.LayerNorm()(x)\n"
         assert_marked("batchnorm-of-one-device", STEP + frozen)
+        whole = (
+            "import lockstep as ls\nstep = ls.parallelize(train)\nnn.BatchNorm()(x)\n"
+        )
+        assert_marked("batchnorm-of-one-device", whole)
         assert_marked("batchnorm-of-one-device", "x = nn.BatchNorm()(x)")
 
 
@@ -216,6 +220,7 @@ class TestTexts:
             '%pip install "jax[cuda12]"',
             '%pip install "jax[cuda13]" "jax[cuda12_local]" "jax[tpu]"',
             'x = jax["cuda12_pip"]',
+            "# with jax[cuda12_pip] pip installs a JAX for CPUs",
         ],
     )
     def test_extras_that_are_there(self, text):

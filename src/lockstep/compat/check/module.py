@@ -16,13 +16,13 @@ class Module(Code):
     """One module of a program.
 
     Attributes:
-        runs_in_pmap: whether it, or a module that imports it, maps over devices.
-        drives_pmap: whether it, or a module that it imports, maps over devices.
+        runs_in_pmap: whether it, or a module that imports it, uses `pmap`.
+        drives_pmap: whether it, or a module that it imports, uses `pmap`.
     """
 
     def __init__(self, source: Source):
         super().__init__(source)
-        self.runs_in_pmap = self.drives_pmap = bool(self.mapped.all)
+        self.runs_in_pmap = self.drives_pmap = bool(self.mapped.pmapped)
 
     @cached_property
     def uses(self) -> list[tuple[ast.AST, str]]:

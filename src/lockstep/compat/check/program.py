@@ -8,7 +8,7 @@ from lockstep.compat.check.module import Module
 
 
 def link(modules: Iterable[Module]) -> None:
-    """Tells each module whether it, or one that it works with, maps over devices.
+    """Tells each module whether it, or one that it works with, uses `pmap`.
 
     What a mapping module imports, at any remove, runs inside its `pmap`; what imports
     a mapping module drives it.
@@ -22,7 +22,7 @@ def link(modules: Iterable[Module]) -> None:
                 module.runs_in_pmap = True
                 todo.append(module)
     for module in modules:
-        if any(imported.mapped.all for imported in imports[module]):
+        if any(imported.mapped.pmapped for imported in imports[module]):
             module.drives_pmap = True
 
 

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.compat.check.code import FUNCTIONS, constant, keyword
+from lockstep.compat.check.code import FUNCTIONS, constant, keyword, last_name
 from lockstep.compat.check.findings import Level
 from lockstep.compat.check.module import Module, Remarks, rule
 
@@ -26,7 +26,7 @@ def fetch_in_loop(module: Module) -> Remarks:
         loop = _innermost_loop(module, call)
         fetched = _fetched(call, dotted)
         if loop is not None and fetched is not None:
-            if _comes_from_step(module, fetched, loop):
+            if _comes_from_step(module, fetched, loop) and not _tests(module, call):
                 found.setdefault(loop, []).append(call)
     for first, *others in found.values():
         also = f", and so do {len(others)} more lines" if others else ""
@@ -49,6 +49,16 @@ def _innermost_loop(module: Module, node: ast.AST) -> ast.AST | None:
             return None
         child = around
     return None
+
+
+def _tests(module: Module, node: ast.AST) -> bool:
+    """Whether a value is read to be asserted: in a test, waiting does not matter."""
+    for around in module.scopes.ancestors(node):
+        if isinstance(around, ast.Assert):
+            return True
+        if isinstance(around, ast.Call) and last_name(around.func).startswith("assert"):
+            return True
+    return False
 
 
 def _fetched(call: ast.Call, dotted: str) -> ast.expr | None:

@@ -10,6 +10,7 @@ from lockstep.compat.check.module import Module, Remarks, rule
 _DEAD_EXTRA = re.compile(
     r"jax\[(?:[\w-]+,\s*)*(cuda(?:\d+[_-](?:pip|cudnn\w*)|1[01]\w*))\b"
 )
+_INSTALL = re.compile(r"\bpip3? install\b")
 
 _SENTENCE = re.compile(r"[^.!?\n]+(?:\.\d[^.!?\n]*)*(?:\n(?!\s*\n)[^.!?\n]+)*")
 _KEPT = (
@@ -44,7 +45,7 @@ def _install_texts(module: Module) -> Iterator[tuple[int | ast.AST, str]]:
     yield from module.source.commands
     for line, text in module.source.prose:
         for offset, part in enumerate(text.split("\n")):
-            if "pip install" in part:
+            if _INSTALL.search(part):
                 yield line + offset, part
     for node in module.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
