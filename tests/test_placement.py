@@ -41,6 +41,32 @@ def test_donating_a_replica_leaves_the_callers_array_alive(mesh_of):
     assert mine["host"].sum() == 2
 
 
+def aligned(shape):
+    """Memory that a CPU device would borrow."""
+    size = int(np.prod(shape)) * 4
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(np.float32).reshape(shape)
+
+
+def test_a_buffer_that_is_filled_anew_changes_nothing_placed(mesh_of):
+    mine = aligned((64, 16))
+    mine[:] = 1
+    state, batch = replicate(mine, mesh_of(4)), shard_batch(mine, mesh_of(4))
+    mine[:] = 7
+    assert (np.asarray(state) == 1).all() and (np.asarray(batch) == 1).all()
+
+
+def test_a_state_from_numpy_can_be_donated(mesh_of):
+    placed = replicate(
+        {"w": aligned((64, 16)), "b": np.ones(3, np.float32)}, mesh_of(4)
+    )
+    pointers = [s.data.unsafe_buffer_pointer() for s in placed["w"].addressable_shards]
+    new = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(placed)
+    reused = [s.data.unsafe_buffer_pointer() for s in new["w"].addressable_shards]
+    assert reused == pointers
+
+
 def test_replicating_a_replica_copies_it_too(mesh_of):
     first = replicate(jnp.ones(3), mesh_of(4))
     second = replicate(first, mesh_of(4))
@@ -70,7 +96,9 @@ def test_narrow_dtypes_are_kept(mesh_of, dtype):
 def test_a_deleted_leaf_is_named(mesh_of):
     gone = jnp.ones(3)
     gone.delete()
-    with pytest.raises(RuntimeError, match=r"state\['w'\] was donated to an earlier call"):
+    with pytest.raises(
+        RuntimeError, match=r"state\['w'\] was donated to an earlier call"
+    ):
         replicate({"w": gone}, mesh_of(2))
 
 

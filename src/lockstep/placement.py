@@ -254,19 +254,39 @@ def copy_to(leaf: Any, where: NamedSharding, path: str) -> Any:
         # device_put would share the buffer on the device where the array lies, and
         # a donated copy would then delete the caller's array.
         leaf = jnp.copy(leaf)
-    return put(leaf, where, path)
+    return put(leaf, where, path, lend=False)
 
 
-def put(leaf: Any, where: NamedSharding, path: str) -> Any:
-    """`jax.device_put` with a check that the value keeps its meaning."""
+def put(leaf: Any, where: NamedSharding, path: str, *, lend: bool = True) -> Any:
+    """`jax.device_put` with a check that the value keeps its meaning.
+
+    `lend=False` is for what will be donated: memory on loan cannot be reused.
+    """
     check_fits(leaf, path)
+    if isinstance(leaf, np.ndarray) and where.mesh.devices.flat[0].platform == "cpu":
+        leaf = own_memory(leaf, lend=lend)
     try:
-        return jax.device_put(leaf, where, may_alias=False)
+        return jax.device_put(leaf, where)
     except OverflowError as error:
         raise OverflowError(f"{path} = {leaf} does not fit int32: {_X64}") from error
 
 
 _X64 = "make it smaller, or set jax.config.update('jax_enable_x64', True)"
+
+
+def own_memory(array: np.ndarray, *, lend: bool = True) -> np.ndarray:
+    """A copy that nobody else writes to, for a CPU device borrows what it is given.
+
+    It does so where the memory starts at a multiple of 64 bytes, whatever `may_alias`
+    says, and a loader that fills its buffer anew would change the batch under way. The
+    copy starts at such a multiple, which spares the device a copy of its own, or, with
+    `lend=False`, beside one.
+    """
+    memory = np.empty(array.nbytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + (0 if lend else 16)
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 def check_fits(leaf: Any, path: str) -> None:

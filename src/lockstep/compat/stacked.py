@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_map_with_path
 
 from lockstep.compat.mapping.shards import stacked
+from lockstep.placement import own_memory
 
 
 def device_put_replicated(x: Any, devices: Sequence[jax.Device]) -> Any:
@@ -149,7 +150,7 @@ def prefetch_to_device(
                 f"batch{keystr(path)} has shape {leaf.shape}; its leading axis must be "
                 f"the {len(devices)} devices: split it with lockstep.compat.shard()"
             )
-        return jax.device_put(_own(leaf), sharding)
+        return jax.device_put(own_memory(leaf), sharding)
 
     waiting: deque[Any] = deque()
     for batch in iterator:
@@ -249,24 +250,9 @@ def _stack(
 def _stack_on_host(rows: Sequence[Any], dtype: Any) -> np.ndarray:
     """The rows as one array; where all are one object, as views of one copy."""
     if all(row is rows[0] for row in rows):
-        row = _own(np.asarray(rows[0], dtype))
+        row = own_memory(np.asarray(rows[0], dtype))
         return np.broadcast_to(row, (len(rows), *row.shape))
     return np.stack([np.asarray(row, dtype) for row in rows])
-
-
-def _own(leaf: Any) -> Any:
-    """A copy of NumPy's memory, for a CPU device may borrow what it is given.
-
-    It does where the memory starts at a multiple of 64 bytes; so does the copy, which
-    spares the device a copy of its own.
-    """
-    if isinstance(leaf, jax.Array):
-        return leaf
-    memory = np.empty(leaf.nbytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    copy = memory[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
-    copy[...] = leaf
-    return copy
 
 
 def _kind(leaf: Any) -> Any:
