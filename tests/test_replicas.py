@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from lockstep.compat import pmap
 from lockstep.placement import replicate, shard_batch
 from lockstep.replicas import ReplicaMismatch, check_replicas
 
@@ -120,3 +121,32 @@ def test_copies_along_the_other_axis_of_a_mesh_are_compared(mesh_of):
     bad = jax.make_array_from_single_device_arrays((2,), where, arrays)
     with pytest.raises(ReplicaMismatch, match="device 3 differ from 1"):
         check_replicas(bad)
+
+
+def test_stacked_copies_are_compared_row_by_row():
+    rows = np.ones((4, 3), np.float32)
+    mapped = pmap(lambda x: {"w": x}, devices=jax.devices()[:4])
+    check_replicas(mapped(rows), stacked=True)
+    rows.view(np.uint32)[2, 1] ^= 1
+    with pytest.raises(
+        ReplicaMismatch,
+        match=r"state\['w'\]: device 2 differ from 0, first at .* \[1\]",
+    ):
+        check_replicas(mapped(rows), stacked=True)
+    check_replicas({"host": rows, "n": 3}, stacked=True)
+
+
+def test_at_most_64_bytes_of_a_leaf_leave_each_device(mesh_of, monkeypatch):
+    read = []
+    whole = np.asarray
+
+    def note(x, *args, **kwargs):
+        value = whole(x, *args, **kwargs)
+        if isinstance(x, jax.Array):
+            read.append(value.nbytes)
+        return value
+
+    state = replicate({"w": np.ones(10_000), "b": np.ones(100)}, mesh_of(8))
+    monkeypatch.setattr(np, "asarray", note)
+    check_replicas(state)
+    assert read and sum(read) <= 64 * 2 * 8

@@ -94,13 +94,17 @@ def _unstacked(leaf: Any) -> Any:
 @functools.lru_cache(maxsize=64)
 def _digests(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
     """A compiled function: leaves -> uint32 `[devices, leaves, 2]`."""
+    axes, alone = mesh.axis_names, mesh.size == mesh.local_mesh.size
+
+    def local(leaves: list[jax.Array]) -> jax.Array:
+        own = jnp.stack([_digest(x) for x in leaves])
+        return own[None] if alone else jax.lax.all_gather(own, axes)
+
+    # A process can read the rows of its own devices; of several each gets all rows.
+    rows = PartitionSpec(axes) if alone else PartitionSpec()
     return jax.jit(
         jax.shard_map(
-            lambda leaves: jnp.stack([_digest(x) for x in leaves])[None],
-            mesh=mesh,
-            in_specs=(list(specs),),
-            out_specs=PartitionSpec(mesh.axis_names),
-            check_vma=False,
+            local, mesh=mesh, in_specs=(list(specs),), out_specs=rows, check_vma=False
         )
     )
 

@@ -22,8 +22,8 @@ def watched(every: int) -> Iterator[None]:
 
     That is, of each step: its collectives and its memory, before its first call; every
     compile, with the reason; what comes from the host in every call; copies of the
-    state that differ; the first step that is
-    not finite, with rows and line; a summary at the end.
+    state that differ; the first step that is not finite, with rows and line; a summary
+    at the end.
 
     Args:
         every: the copies are compared every so many calls.

@@ -236,8 +236,10 @@ def _copy(values: Any) -> Any:
     """A copy where it lies, which a step may take over."""
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array):
+        if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
             return jax.device_put(leaf, leaf.sharding, may_alias=False)
+        if isinstance(leaf, jax.Array):  # on several processes only a program can
+            return jax.jit(jnp.copy, out_shardings=leaf.sharding)(leaf)
         return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
     return jax.tree.map(one, values)
