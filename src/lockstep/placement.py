@@ -262,13 +262,15 @@ def put(leaf: Any, where: NamedSharding, path: str, *, lend: bool = True) -> Any
 
     `lend=False` is for what will be donated: memory on loan cannot be reused.
     """
+    return jax.device_put(_ready(leaf, where, path, lend=lend), where)
+
+
+def _ready(leaf: Any, where: NamedSharding, path: str, *, lend: bool = True) -> Any:
+    """A leaf that can be put as it is: its values fit, its memory is its own."""
     check_fits(leaf, path)
     if isinstance(leaf, np.ndarray) and where.mesh.devices.flat[0].platform == "cpu":
-        leaf = own_memory(leaf, lend=lend)
-    try:
-        return jax.device_put(leaf, where)
-    except OverflowError as error:
-        raise OverflowError(f"{path} = {leaf} does not fit int32: {_X64}") from error
+        return own_memory(leaf, lend=lend)
+    return leaf
 
 
 _X64 = "make it smaller, or set jax.config.update('jax_enable_x64', True)"
@@ -291,9 +293,9 @@ def own_memory(array: np.ndarray, *, lend: bool = True) -> np.ndarray:
 
 def check_fits(leaf: Any, path: str) -> None:
     """Refuse 64-bit integers that 32 bits cannot hold; say once that floats narrow."""
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None or jax.config.jax_enable_x64 or isinstance(leaf, jax.Array):
+    if jax.config.jax_enable_x64 or isinstance(leaf, jax.Array):
         return
+    dtype = "int64" if type(leaf) is int else getattr(leaf, "dtype", None)
     narrow = {"int64": np.int32, "uint64": np.uint32}.get(str(dtype))
     if narrow is not None and np.size(leaf):
         limits = np.iinfo(narrow)
@@ -312,18 +314,21 @@ def check_fits(leaf: Any, path: str) -> None:
 
 
 def _put_rows(batch: Any, where: NamedSharding) -> Any:
-    """Place leaves with rows at `where`, and the others on every device."""
+    """Place leaves with rows at `where`, and the others on every device.
+
+    All leaves go in one `device_put`, which costs less than one a leaf.
+    """
     if batch is None:
         return None
     everywhere = sharding.replicated(where.mesh)
-
-    def place(path: str, leaf: Any) -> Any:
-        if tree.is_static(leaf):
-            return leaf
-        has_rows = tree.is_array(leaf) and len(leaf.shape) > 0
-        return put(leaf, where if has_rows else everywhere, path)
-
-    return map_named(place, batch, "batch")
+    named = tree.named_leaves(batch, "batch")
+    moving = [i for i, (_, leaf) in enumerate(named) if not tree.is_static(leaf)]
+    places = [where if np.ndim(named[i][1]) else everywhere for i in moving]
+    ready = [_ready(named[i][1], where, named[i][0]) for i in moving]
+    leaves = [leaf for _, leaf in named]
+    for i, placed in zip(moving, jax.device_put(ready, places), strict=True):
+        leaves[i] = placed
+    return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
 
 def _drop_rows(batch: Any, left_over: int) -> Any:
