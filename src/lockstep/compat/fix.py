@@ -100,7 +100,12 @@ def _unmarked(text: str, lines: list[str]) -> str:
 
 
 def _renamed(python: str) -> str:
-    from lockstep.compat.rewrite import rewrite
+    try:
+        from lockstep.compat.rewrite import rewrite
+    except ImportError as error:
+        raise ImportError(
+            "rewriting needs LibCST: pip install 'lockstep-jax[migrate]'"
+        ) from error
 
     module = Module(python_source(Path(), python))
     found = names_in_table(module)
