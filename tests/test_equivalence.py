@@ -6,11 +6,11 @@ gradient norms, parameters and model states agree to
 
 - 1e-6 in float32, relative, per leaf in 2-norm;
 - 1e-12 in float64, which separates bugs from rounding;
-- 2**-5 for a leaf and 2**-6 for a number in bfloat16. It keeps 8 bits, so one unit in
-  the last place is 2**-8. Every operation rounds, in an order that depends on the
-  number of devices, and each of five updates rounds every parameter again; over the
-  whole grid leaves differed by up to 5 and losses by up to 2 such units. The planted
-  faults at the end of this file are far above.
+- 2**-5 for a leaf and 2**-6 for a number in bfloat16, where parameters and arithmetic
+  keep 8 bits: one unit in the last place is 2**-8. Every operation rounds, in an order
+  that depends on the number of devices, and each of five updates rounds the parameters
+  again. Over the whole grid leaves differ by up to 4 such units and numbers by up to
+  3; the planted faults at the end of this file are seen at these tolerances.
 
 Not in the grid, since they cannot hold (the tests below show how each is refused):
 padding where rows meet in the forward pass, statistics and negatives of one device's

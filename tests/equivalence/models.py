@@ -112,7 +112,7 @@ def flax_nnx(dtype: Any, axis_name: str | None, dropout: float) -> Task:
         error = jnp.sum(errors * mask) / jnp.sum(mask)
         return error, {"error": error}
 
-    optimizer = optax.sgd(0.01, momentum=0.9, nesterov=True)
+    optimizer = optax.sgd(3e-3, momentum=0.9, nesterov=True)
     return Task(loss, params, None, _regression(dtype), optimizer, False)
 
 
