@@ -72,18 +72,19 @@ def observed(
     if _looking or traced:
         return run(args, kwargs)
     seeing = tuple(observers)  # one of them may leave the list
-    with _look():
+    with unseen():
         for observer in seeing:
             observer.before(step, args, kwargs)
     outputs = run(args, kwargs)
-    with _look():
+    with unseen():
         for observer in seeing:
             observer.after(step, outputs)
     return outputs
 
 
 @contextmanager
-def _look() -> Iterator[None]:
+def unseen() -> Iterator[None]:
+    """Inside, calls of steps are not shown to observers."""
     _looking.append(True)
     try:
         yield

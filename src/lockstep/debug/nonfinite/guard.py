@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lockstep import distributed, placement, tree
+from lockstep import distributed, observers, placement, tree
 from lockstep.debug.comparing.trials import Call
 from lockstep.debug.nonfinite import record
 from lockstep.debug.nonfinite.alone import alone, is_inexact, new_state, watched
@@ -186,7 +186,9 @@ class Guard:
         named = [(p, v) for (p, _), v in zip(scalars, values, strict=True)]
         if describe(named) or bad - (self._ignored or set()):
             self._idle = True  # it has found what it was for
-            self._found(self._repeat(block))
+            with observers.unseen():
+                report = self._repeat(block)
+            self._found(report)
 
     def _repeat(self, block: _Block) -> NonFinite:
         """Run a block again, and say all about its first bad step."""
