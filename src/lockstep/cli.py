@@ -25,6 +25,13 @@ _EraRandom = Annotated[
     bool,
     typer.Option("--era-random", help="As --compat, with the random numbers of then."),
 ]
+_Watch = Annotated[
+    bool, typer.Option("--watch", help="Tell what goes wrong in its steps.")
+]
+_WatchEvery = Annotated[
+    int,
+    typer.Option(min=1, metavar="N", help="--watch compares the copies in each N."),
+]
 _Rehearse = Annotated[
     int | None,
     typer.Option(
@@ -96,13 +103,8 @@ def run(
     compat: _Compat = False,
     era_random: _EraRandom = False,
     rehearse: _Rehearse = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Tell what goes wrong in its steps.")
-    ] = False,
-    watch_every: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="--watch compares the copies in each N."),
-    ] = 100,
+    watch: _Watch = False,
+    watch_every: _WatchEvery = 100,
 ) -> None:
     """Run a training script or notebook, as python would; exit with its exit code.
 
