@@ -4,7 +4,7 @@ import pytest
 from fresh_process import run_lockstep
 from typer.testing import CliRunner
 
-from lockstep import launch
+from lockstep import first_step, launch
 from lockstep.cli import app
 
 BARE = """
@@ -85,4 +85,5 @@ def test_the_option_simulates_the_devices(monkeypatch):
     arguments = ["run", "--simulate", "8", "--rehearse", "4", "x.py"]
     assert CliRunner().invoke(app, arguments).exit_code == 2
     assert counts == [4, 8]
+    assert not first_step.waiting()
     assert CliRunner().invoke(app, ["run", "--rehearse", "1", "x.py"]).exit_code == 2

@@ -17,6 +17,12 @@ def visit_next(visitor: Visitor) -> None:
     _visitors.append(visitor)
 
 
+def withdraw(visitor: Visitor) -> None:
+    """Wait for a step no longer."""
+    if visitor in _visitors:
+        _visitors.remove(visitor)
+
+
 def waiting() -> bool:
     """Whether a visitor still waits for a step."""
     return bool(_visitors)

@@ -36,6 +36,8 @@ def rehearsed(count: int) -> Iterator[None]:
     except SystemExit as end:
         if end.code and not codes:  # the program's own failure
             raise
+    finally:
+        first_step.withdraw(visit)
     if codes:  # also of a program that catches everything
         raise SystemExit(codes[0])
     print(
