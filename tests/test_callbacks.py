@@ -588,9 +588,7 @@ class TestProgress:
         monkeypatch.setattr("IPython.display.display", display)
         self.run(self.console(force_jupyter=True), seconds=4.0, refresh_s=1.0)
         assert shown[0] == f"compiling {'╌' * 12} 0/6"
-        assert (
-            shown[1] == f"epoch 2 {'━' * 8}{'╌' * 4} 4/6 mean 8, n 1.5, 2 examples/s"
-        )
+        assert shown[1] == f"epoch 2 {'━' * 8}{'╌' * 4} 4/6 mean 8, n 1.5, 2 examples/s"
         assert shown[-1].startswith(f"epoch 3 {'━' * 12} 6/6 mean 8, n 6")
 
     def test_an_unknown_number_of_steps_is_shown_as_such(self):
