@@ -16,6 +16,8 @@ from stepping import VIEWS, make, on_mesh
 
 from lockstep import notices
 from lockstep.metrics import Mean
+from lockstep.parallel import per_device
+from lockstep.step import make_train_step
 
 X = {"x": np.arange(8.0, dtype=np.float32)}
 PARAMS = {"scale": jnp.ones(())}
@@ -77,6 +79,16 @@ class TestE1:
             ValueError, match=r"model_state\['mean'\] and 1 more leaves"
         ):
             run(batch_norm(), "device", 4)
+
+
+def test_padding_is_refused_where_the_loss_averages_over_devices():
+    """Devices with fewer real rows would weigh as much as the others."""
+    step = make_train_step(
+        batch_norm("data"), optax.sgd(0.1), model_state=True, axis_name="data"
+    )
+    padding = per_device(step, make_mesh_of(4), remainder="pad")
+    with pytest.raises(ValueError, match="mean of their means is not the mean of the"):
+        padding(step.init(PARAMS, model_state=start()), X)
 
 
 def test_one_reduction_serves_gradients_and_statistics():

@@ -268,7 +268,8 @@ def put(leaf: Any, where: NamedSharding, path: str, *, lend: bool = True) -> Any
 def _ready(leaf: Any, where: NamedSharding, path: str, *, lend: bool = True) -> Any:
     """A leaf that can be put as it is: its values fit, its memory is its own."""
     check_fits(leaf, path)
-    if isinstance(leaf, np.ndarray) and where.mesh.devices.flat[0].platform == "cpu":
+    on_cpu = next(iter(where.device_set)).platform == "cpu"
+    if on_cpu and isinstance(leaf, np.ndarray):
         return own_memory(leaf, lend=lend)
     return leaf
 

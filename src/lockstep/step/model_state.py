@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from lockstep import tree
 from lockstep.notices import say_once
 from lockstep.reduce import widen
-from lockstep.varying import varying_outputs
+from lockstep.varying import reduces_over, varying_outputs
 
 
 def differing(
@@ -87,6 +87,27 @@ def check_policy(
         "variance is then the mean of the local variances, which leaves out how the "
         "devices' means differ: it is below the variance of the whole batch",
     )
+
+
+def check_padding(
+    forward: Callable[..., Any], args: tuple[Any, ...], axis_name: str
+) -> None:
+    """Refuse padding where the statistics are reduced over devices in the loss.
+
+    Layers take the mean of the devices' masked means there, and devices with fewer
+    real rows, or none, weigh as much as the others.
+
+    Raises:
+        ValueError: the model state comes from a reduction over the axis.
+    """
+    if reduces_over(jax.make_jaxpr(forward)(*args), axis_name):
+        raise ValueError(
+            f"the loss reduces over {axis_name!r} to make its model state (BatchNorm "
+            "with axis_name?), and the batch may be padded: the devices then hold "
+            "unequal numbers of real rows, and a mean of their means is not the mean "
+            "of the rows. Use the global view (make_train_step without axis_name) and "
+            "give the mask to the layer, or remainder='drop'"
+        )
 
 
 def shares(model_state: Any, differs: list[bool], devices: int) -> list[jax.Array]:

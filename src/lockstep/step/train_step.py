@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from lockstep.metrics import Mean
 from lockstep.notices import say_once
-from lockstep.placement import count_rows
+from lockstep.placement import MaskedBatch, count_rows
 from lockstep.reduce import axis_size, psum_tree
 from lockstep.rng import check_key, device_key, step_key
 from lockstep.step import model_state as statistics
@@ -215,6 +215,8 @@ class TrainStep:
         def forward(*args: Any) -> Any:
             return self._evaluate(*args)[1].model_state
 
+        if isinstance(args[2], MaskedBatch):
+            statistics.check_padding(forward, args, self.axis_name)
         differs = statistics.differing(forward, *args, self.axis_name)
         statistics.check_policy(args[1], differs, self.batch_norm, self.axis_name)
         return differs
