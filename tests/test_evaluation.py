@@ -184,6 +184,16 @@ class TestRefused:
         with pytest.raises(ValueError, match="metric 'm' is float32 of shape"):
             evaluate(lambda s, b: {"m": metric(b)}, 0.0, batches, mesh=mesh_of(4))
 
+    def test_a_count_is_no_mean_of_rows(self, mesh_of):
+        def count(state, batch):
+            return {"right": jnp.sum(batch["right"] > 0)}
+
+        batches = cut({"right": NINE_OF_TEN})
+        with pytest.raises(ValueError, match=r"'right'.*whole number \(int32\)"):
+            evaluate(count, 0.0, batches, mesh=mesh_of(4))
+        one = [{"right": NINE_OF_TEN}]
+        assert evaluate(count, 0.0, one, mesh=mesh_of(4)) == {"right": 9.0}
+
     def test_rows_that_would_be_dropped_from_predictions(self, mesh_of):
         with pytest.raises(ValueError, match="leaves rows out"):
             predict(by_row, 0.0, [], mesh=mesh_of(4), remainder="drop")

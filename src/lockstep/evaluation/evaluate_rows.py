@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -43,7 +44,8 @@ def evaluate(
 
     Raises:
         ValueError: there is no batch, a metric is not one number or one value a row,
-            or a scalar in the device view was made from shards of unequal rows.
+            a scalar in the device view was made from shards of unequal rows, or a
+            scalar of several batches is a whole number, as a count is.
         TypeError: the step returns no dict, such as a train step.
 
     Example:
@@ -56,7 +58,7 @@ def evaluate(
     dropped = step.dropped_rows
     total = None
     for result in results(step, state, batches):
-        means = _to_means(result)
+        means = _to_means(result, more=total is not None)
         total = means if total is None else merge(total, means)
     if total is None:
         raise ValueError(_EMPTY.format("evaluate"))
@@ -118,8 +120,11 @@ _EMPTY = (
 )
 
 
-def _to_means(result: Result) -> dict[str, Any]:
-    """The metrics of one batch as host sums over its real rows."""
+def _to_means(result: Result, *, more: bool) -> dict[str, Any]:
+    """The metrics of one batch as host sums over its real rows.
+
+    `more` says that there were batches before it, to which they are added.
+    """
     if not isinstance(result.output, Mapping):
         raise TypeError(
             f"evaluate needs a step (state, batch) -> dict of metrics, and this one "
@@ -132,6 +137,8 @@ def _to_means(result: Result) -> dict[str, Any]:
             return value
         if value.shape == ():
             _check_scalar(result, jax.tree_util.keystr(path))
+            if more:
+                _check_no_count(value, jax.tree_util.keystr(path))
             return value
         values = result.real_rows(value)
         if values is None or values.ndim != 1:
@@ -150,6 +157,16 @@ def _check_scalar(result: Result, path: str) -> None:
             f"lie unequally on {result.shards} devices: the mean over devices would "
             "weigh them wrongly. Return Mean.of(values, batch['mask']) or one value a "
             "row, or use parallelize"
+        )
+
+
+def _check_no_count(value: Any, path: str) -> None:
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        raise ValueError(
+            f"metric {path} is a whole number ({value.dtype}), as a count is, and a "
+            "scalar counts as the mean of its rows: the mean over batches is not the "
+            "count of all rows. Return one value a row or Mean(total, count), or "
+            "Mean(x, 1) for a number that is the same in every batch"
         )
 
 
