@@ -75,6 +75,9 @@ def _load_script(program: Program) -> tuple[Iterable[CodeType], ModuleType]:
     _become(program, program.target, os.path.dirname(os.path.realpath(path)))
     main = _main_module(__file__=path, __loader__=loader, __package__=None)
     if path.endswith(".ipynb"):
+        from lockstep.compat.notebook import display
+
+        vars(main)["display"] = display
         return _cells(path), main
     return [loader.source_to_code(source, path)], main
 

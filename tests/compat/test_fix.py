@@ -286,3 +286,11 @@ class TestFiles:
         file = Path(tmp_path / "latin.py")
         file.write_bytes("# é\nimport jax\njax.tree_map\n".encode("latin-1"))
         assert fix([file]) == []
+
+    def test_a_byte_order_mark_stays(self, tmp_path):
+        file = Path(tmp_path / "marked.py")
+        file.write_text("import jax\njax.tree_map\n", encoding="utf-8-sig")
+        assert [finding.line for finding in check([file])] == [2]
+        assert fix([file]) == [file]
+        assert file.read_bytes() == b"\xef\xbb\xbfimport jax\njax.tree.map\n"
+        assert fix([file]) == []

@@ -227,6 +227,18 @@ class TestRenamedNames:
             assert clipped.tolist() == [1, 1, 2, 3, 3]
         assert jnp.clip(x, a_max=3).tolist() == [0, 1, 2, 3, 3]  # pyright: ignore
 
+    @pytest.mark.filterwarnings("ignore:.*with mesh:DeprecationWarning")
+    def test_pjit_takes_the_keywords_that_it_had(self):
+        with Mesh(np.array(jax.devices()), "x"):
+            double = get("jax.experimental.pjit.pjit")(
+                lambda x, y: x * y,
+                in_axis_resources=(P("x"), None),
+                out_axis_resources=P("x"),
+            )
+            doubled = double(np.arange(8.0), 2.0)
+        assert doubled.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
+        assert doubled.sharding.spec == P("x")
+
     def test_indexed_updates(self):
         ops, x = get("jax.ops"), np.arange(6.0).reshape(2, 3)
         index = ops.index[1, :2]

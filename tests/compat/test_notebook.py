@@ -1,6 +1,9 @@
 """Lines of a notebook that are no Python."""
 
+import json
+
 import pytest
+from fresh_process import run_lockstep
 
 from lockstep.compat.notebook import is_python, split_commands
 
@@ -34,3 +37,11 @@ def test_commands_are_taken_out_line_by_line(text, python, commands):
     assert found.count("\n") == text.count("\n")
     if commands:
         assert is_python(found)
+
+
+def test_display_prints(tmp_path):
+    source = ["%pip list\n", "display(3, 'four')"]
+    cell = {"cell_type": "code", "metadata": {}, "source": source}
+    (tmp_path / "guide.ipynb").write_text(json.dumps({"cells": [cell]}))
+    done = run_lockstep("run", "guide.ipynb", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "3\nfour\n"), done.stderr

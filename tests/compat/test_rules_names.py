@@ -144,6 +144,17 @@ class TestAttributesKeywordsOptions:
             """,
         )
 
+    def test_keywords_of_pjit(self):
+        assert_marked(
+            "gone-keyword",
+            """
+            from jax.experimental.pjit import pjit
+            f = pjit(abs, in_axis_resources=None)  # <-
+            g = pjit(abs, out_axis_resources=None)  # <-
+            h = pjit(abs, in_shardings=None), jax.jit(abs, out_shardings=None)
+            """,
+        )
+
     def test_options(self):
         assert_marked(
             "gone-option",

@@ -5,6 +5,7 @@
 # jaxlib has no type stubs, so that to pyright `jax.Device` is a variable.
 # pyright: reportInvalidTypeForm=false
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -142,6 +143,36 @@ def clip(
 
 
 _clip = jnp.clip  # the one that `install` replaces
+
+
+_UNSAID: Any = object()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    try:
+        from jax.experimental.pjit import pjit as _pjit
+    except ImportError:  # it is on its way out; jax.jit knows no `with mesh:`
+        _pjit = jax.jit
+
+
+def pjit(
+    fun: Callable[..., Any],
+    in_axis_resources: Any = _UNSAID,
+    out_axis_resources: Any = _UNSAID,
+    static_argnums: Any = None,
+    donate_argnums: Any = None,
+    **options: Any,
+) -> Any:
+    """`pjit` with the keywords that it had; there `None` meant a copy on each."""
+    said = {"in_shardings": in_axis_resources, "out_shardings": out_axis_resources}
+    for name, value in said.items():
+        if value is not _UNSAID:
+            options[name] = jax.tree.map(
+                lambda spec: PartitionSpec() if spec is None else spec,
+                value,
+                is_leaf=lambda spec: spec is None,
+            )
+    options |= {"static_argnums": static_argnums, "donate_argnums": donate_argnums}
+    return _pjit(fun, **options)
 
 
 def shuffle(key: Any, x: Any, axis: int = 0) -> jax.Array:

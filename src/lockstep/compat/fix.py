@@ -16,6 +16,7 @@ from lockstep.compat.notebook import is_python, split_commands
 
 _DEAD_EXTRA = re.compile(r"(jax\[(?:[\w-]+,\s*)*cuda12)[_-]pip\b")
 _MARK = re.compile(r"# lockstep: line (\d+)\r?$")
+_BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file with it
 _CELL = re.compile(r"^# lockstep: cell \d+\n", re.MULTILINE)
 
 
@@ -39,7 +40,9 @@ def fix(paths: Iterable[Path | str]) -> list[Path]:
     for path in find_files(map(Path, paths)):
         before = path.read_bytes()
         try:
-            after = _fixed(path, before.decode("utf-8")).encode("utf-8")
+            text = before.decode("utf-8")
+            body = text.removeprefix(_BYTE_ORDER_MARK)
+            after = (text[: len(text) - len(body)] + _fixed(path, body)).encode("utf-8")
         except UnicodeDecodeError:
             continue  # not text that we could write back as it was
         if after != before:

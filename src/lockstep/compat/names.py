@@ -292,13 +292,13 @@ def _old() -> Iterator[Name]:
         "jax.host_count": "jax.process_count",
     }.items():
         yield Name(old, Kind.OLD, new, new)
+    yield Name("jax.experimental.pjit.pjit", Kind.OLD, "jax.jit", "", _ERA + "pjit")
     yield from gone(
         Kind.OLD,
         {
             "jax.host_ids": "range(jax.process_count())",
             "jax.experimental.shard_map.shard_map": "jax.shard_map: its check_vma "
             "was check_rep, and gradients differ under it",
-            "jax.experimental.pjit.pjit": "jax.jit",
             "jax.interpreters.pxla.thread_resources": "jax.sharding.get_mesh()",
         },
     )

@@ -60,6 +60,13 @@ def compile_cells(path: str) -> Iterator[CodeType]:
     return (_compiled(f"{path}[cell {c.number}]", c.text) for c in cells)
 
 
+def display(*values: object, **options: object) -> None:
+    """Prints what a notebook would show: stands in for IPython's function."""
+    del options
+    for value in values:
+        print(value)
+
+
 def _compiled(name: str, text: str) -> CodeType:
     lines = text.splitlines(keepends=True)
     linecache.cache[name] = len(text), None, lines, name

@@ -94,7 +94,7 @@ def read(path: Path) -> Source:
     """Reads one file; what cannot be parsed is said in `unread`."""
     if path.suffix == ".ipynb":
         return _read_notebook(path)
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
     if _is_requirements(path):
         source = Source(path, lines=_own_lines(text))
         source.commands = list(enumerate(text.splitlines(), 1))

@@ -54,8 +54,15 @@ def gone_attribute(module: Module) -> Remarks:
 
 @rule(Level.ERROR)
 def gone_keyword(module: Module) -> Remarks:
-    """Finds `jnp.clip(x, a_min=..., a_max=...)`: its arguments have other names."""
+    """Finds `jnp.clip(x, a_min=..., a_max=...)`: its arguments have other names.
+
+    So have those of `pjit(f, in_axis_resources=...)`.
+    """
+    resources = ("in_axis_resources", "out_axis_resources")
     for call, dotted in module.calls:
+        if dotted == "jax.experimental.pjit.pjit" and not _installs(module):
+            if keyword(call, *resources) is not None:
+                yield call, "pjit changed: write jax.jit(f, in_shardings=...)"
         if dotted == "jax.numpy.clip" and not _installs(module):
             if keyword(call, "a", "a_min", "a_max") is not None:
                 yield call, f"jnp.clip changed: write {NAMES['jax.numpy.clip'].today}"
