@@ -80,6 +80,24 @@ class TestNoReduction:
             p = jax.pmap(lambda p, b: lax.scan(body, p, b), axis_name="i")
         """)
 
+    def test_reduction_in_a_part_of_the_optimizer(self):
+        text = """
+            def averaging(axis):
+                def update(updates, state, params=None):
+                    return {reduced}, state
+                return optax.GradientTransformation(lambda params: (), update)
+
+            optimizer = optax.chain(averaging("i"), optax.adam(1e-3))
+
+            def step(params, state, batch):
+                grads = jax.grad(loss_fn)(params, batch)
+                updates, state = optimizer.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+            p_step = jax.pmap(step, axis_name="batch")"""
+        self.found(text.format(reduced="jax.lax.pmean(updates, axis)"))
+        self.found(text.format(reduced="updates") + "  # <-")
+
     def test_what_takes_no_gradient_needs_none(self):
         self.found("""
             p_init = jax.pmap(lambda key: model.init(key, jnp.ones(3)))

@@ -103,6 +103,18 @@ class TestOneKeyForAllDevices:
             p_step = jax.pmap(train_step, "i", in_axes=(0, 0, None))  # <-
         """)
 
+    def test_broadcast_under_a_name_of_its_own(self):
+        self.found("""
+            def loss(w, x, k):
+                return (w * x * jax.random.bernoulli(k, 0.5, x.shape)).sum()
+
+            def train_step(w, x, k, c):
+                return lax.pmean(jax.grad(loss)(w, x, k), "i") * c
+
+            a = jax.pmap(train_step, "i", in_axes=(0, 0, None, None))  # <-
+            b = jax.pmap(train_step, "i", in_axes=(0, 0, 0, None))
+        """)
+
     @pytest.mark.parametrize(
         "made",
         [

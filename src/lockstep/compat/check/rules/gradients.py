@@ -64,9 +64,26 @@ def _may_reduce(module: Module, mapped: Mapped, nodes: list[ast.AST]) -> bool:
         elif isinstance(node, ast.keyword) and _REDUCES_BY_NAME.search(node.arg or ""):
             if node.value not in _own(mapped):
                 return True
-        elif isinstance(node, ast.Call) and _hands_on_gradients(module, node):
-            return True
+        elif isinstance(node, ast.Call):
+            if _hands_on_gradients(module, node) or _optimizer_reduces(module, node):
+                return True
     return False
+
+
+def _optimizer_reduces(module: Module, call: ast.Call) -> bool:
+    """Whether `optimizer.update` has a part that averages, written in this program."""
+    func = call.func
+    if not isinstance(func, ast.Attribute) or func.attr != "update":
+        return False
+    made = module.value(func.value)
+    parts = ast.walk(made) if made is not None else ()
+    functions = [module.function(p.func) for p in parts if isinstance(p, ast.Call)]
+    return any(
+        _is_call(module, node, REDUCTIONS)
+        for function in functions
+        if function is not None
+        for node in ast.walk(function)
+    )
 
 
 def _own(mapped: Mapped) -> list[ast.AST]:

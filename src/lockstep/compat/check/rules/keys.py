@@ -11,6 +11,7 @@ from lockstep.compat.check.code import (
 from lockstep.compat.check.findings import Level
 from lockstep.compat.check.mapped import Mapped
 from lockstep.compat.check.module import Module, Remarks, rule
+from lockstep.compat.check.scopes import Function
 
 _KEY_NAME = re.compile(r"(^|_)(rng|key|prng)s?$")
 _SPLITS = {"jax.random.split", "flax.training.common_utils.shard_prng_key"}
@@ -95,12 +96,25 @@ def _broadcast_keys(module: Module, mapped: Mapped) -> Remarks:
     arguments = [*function.args.posonlyargs, *function.args.args]
     for axis, argument in zip(axes.elts, arguments, strict=False):
         whole = isinstance(axis, ast.Constant) and axis.value is None
-        if whole and _KEY_NAME.search(argument.arg):
+        if whole and _is_key(module, function, argument.arg):
             yield (
                 mapped.node,
                 f"in_axes=None gives one {argument.arg} to all devices, which then "
                 f"draw the same numbers: {_ADVICE}",
             )
+
+
+def _is_key(module: Module, function: Function, name: str) -> bool:
+    """Whether an argument is called a key, or is drawn from under its name."""
+    if _KEY_NAME.search(name):
+        return True
+    calls = [n for n in module.reach(function) if isinstance(n, ast.Call) and n.args]
+    return any(
+        module.dotted(call.func).startswith("jax.random.")
+        and isinstance(call.args[0], ast.Name)
+        and call.args[0].id == name
+        for call in calls
+    )
 
 
 def _replicated_keys(module: Module, mapped: Mapped) -> Remarks:
