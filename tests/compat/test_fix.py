@@ -151,6 +151,27 @@ class TestImports:
             """,
         )
 
+    def test_comments_beside_the_names_stay(self):
+        assert_fixed(
+            """
+            from jax import (  # all of it
+                tree_map,  # moved
+                lax,  # kept
+                # on its own
+                tree_leaves,  # last
+            )
+            """,
+            """
+            # moved
+            # last
+            from jax import (  # all of it
+                lax,  # kept
+                # on its own
+            )
+            from jax.tree_util import tree_map, tree_leaves
+            """,
+        )
+
     def test_inside_a_function(self):
         assert_fixed(
             "def f():\n    from jax import tree_map\n    return tree_map\n",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
 from libcst.helpers import get_full_name_for_node_or_raise as full_name
@@ -126,9 +127,10 @@ class _Renamer(cst.CSTTransformer):
         if new == [statement]:
             return updated_node
         first, *others = new
+        above = [*updated_node.leading_lines, *_lost_comments(statement, new)]
         return cst.FlattenSentinel(
             [
-                updated_node.with_changes(body=[first]),
+                updated_node.with_changes(body=[first], leading_lines=above),
                 *(cst.SimpleStatementLine(body=[other]) for other in others),
             ]
         )
@@ -165,7 +167,8 @@ class _Renamer(cst.CSTTransformer):
             yield statement
             return
         if kept:
-            last = kept[-1].with_changes(comma=statement.names[-1].comma)
+            comma = _last_comma(kept[-1], statement.names[-1])
+            last = kept[-1].with_changes(comma=comma)
             yield statement.with_changes(names=[*kept[:-1], last])
         for home, aliases in moved.items():
             yield cst.ImportFrom(module=_dotted(home), names=_joined(aliases))
@@ -189,6 +192,24 @@ class _Renamer(cst.CSTTransformer):
         names = self.get_metadata(QualifiedNameProvider, node, set())
         found = {n.name for n in names} if names else set()  # pyright: ignore
         return found.pop() if len(found) == 1 else ""
+
+
+def _last_comma(kept: cst.ImportAlias, last: cst.ImportAlias) -> Any:
+    """The comma that ended the names, with the comment of a name that is kept."""
+    own, end = (getattr(n.comma, "whitespace_after", None) for n in (kept, last))
+    lines = cst.ParenthesizedWhitespace
+    if not isinstance(own, lines) or not isinstance(end, lines):
+        return last.comma
+    end = end.with_changes(first_line=own.first_line, empty_lines=own.empty_lines)
+    return cst.Comma(whitespace_after=end)
+
+
+def _lost_comments(old: cst.CSTNode, new: Sequence[cst.CSTNode]) -> list[cst.EmptyLine]:
+    """The comments beside names that moved, as lines of their own."""
+    kept = {id(c) for node in new for c in matchers.findall(node, matchers.Comment())}
+    lost = [c for c in matchers.findall(old, matchers.Comment()) if id(c) not in kept]
+    comments = [cst.ensure_type(comment, cst.Comment) for comment in lost]
+    return [cst.EmptyLine(comment=comment) for comment in comments]
 
 
 def _dotted(name: str) -> Any:
