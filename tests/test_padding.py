@@ -142,7 +142,7 @@ def test_the_check_runs_once_and_on_copies(mesh_of):
     w, _ = step(W, batch_of(8))
     w, _ = step(w, batch_of(5))
     w, _ = step(w, batch_of(3))
-    assert len(runs) == 3 + 2
+    assert len(runs) == 3 + 3
 
 
 def test_a_batch_without_a_place_for_the_mask_is_refused(mesh_of):
@@ -166,6 +166,32 @@ def test_the_device_view_pads_as_well(mesh_of):
     got, metrics = per_device(step, mesh_of(8), remainder="pad")(W, batch)
     np.testing.assert_allclose(got["w"], want["w"], rtol=1e-6)
     np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-6)
+
+
+def test_the_largest_losses_leak_though_the_filling_is_none_of_them(mesh_of):
+    def hardest(w, batch):  # of 5 rows, the two with the largest losses
+        def loss(w):
+            values = errors(w, batch)
+            chosen = values >= jnp.sort(values)[-2]
+            m = batch["mask"]
+            return (values * chosen * m).sum() / m.sum()
+
+        return update(w, loss)
+
+    x = np.array([[5.0], [4.0], [3.0], [2.0], [1.0]], np.float32) * np.ones(3, "f")
+    batch = {"x": x, "y": np.zeros(5, np.float32)}
+    step = parallelize(hardest, mesh_of(4), remainder="pad")
+    with pytest.raises(ValueError, match="padding leaks"):
+        step({"w": jnp.ones(3)}, batch)
+
+
+def test_what_overflows_in_a_masked_row_is_no_leak(mesh_of):
+    def step(w, batch):
+        return masked(w, {**batch, "y": 0 * jnp.log1p(-batch["x"][:, 0])})
+
+    batch = batch_of(5) | {"x": RNG.uniform(0.6, 0.9, (5, 3)).astype(np.float32)}
+    _, metrics = parallelize(step, mesh_of(4), remainder="pad")(W, batch)
+    assert np.isfinite(metrics["loss"])
 
 
 def test_a_placed_padded_batch_is_checked_whatever_came_before(mesh_of):
