@@ -40,6 +40,7 @@ from flax import linen
 from same import assert_same
 
 import lockstep as ls
+from lockstep.parallel import as_parallel
 
 LEAVES = {"f32": 1e-6, "f64": 1e-12, "bf16": 2**-5}
 NUMBERS = {"f32": 1e-6, "f64": 1e-12, "bf16": 2**-6}
@@ -126,8 +127,13 @@ class TestWhereRowsMeet:
     @pytest.mark.parametrize("task", ["linen", "contrastive"])
     def test_padding_is_refused(self, task, view, batch):
         cell = Cell(task, 8, view, 1, batch, "f32")
-        with pytest.raises(ValueError, match="padding leaks .*BatchNorm, in-batch"):
-            OnDevices(cell).train(cell)
+        text = "padding leaks .*BatchNorm, in-batch"
+        if task == "linen" and view == "device":
+            text = "mean of their means is not the mean of the rows"
+        run = OnDevices(cell)
+        run.run = as_parallel(run.step, mesh_of(8), remainder="pad")
+        with pytest.raises(ValueError, match=text):
+            run.train(cell)
 
     @pytest.mark.parametrize("task", ["linen", "contrastive"])
     def test_a_whole_batch_on_every_device_is_exact(self, task):

@@ -1,6 +1,7 @@
 """What a step needs on each device, found by compiling, and what the devices hold."""
 
 import dataclasses
+import gc
 import logging
 
 import jax
@@ -311,12 +312,14 @@ class TestMemoryNow:
     SIZE = 1 << 20  # float32: 4 MiB, above what earlier tests may have left
 
     def test_a_replicated_state_and_a_split_batch_are_even(self, mesh_of):
+        gc.collect()  # what other tests left behind
         before = debug.memory_now().by_device
         state = replicate({"w": np.ones(self.SIZE, np.float32)}, mesh_of(8))
         batch = shard_batch(np.ones((8, self.SIZE // 8), np.float32), mesh_of(8))
         now = debug.memory_now()
         grown = {d: now.by_device[d] - before[d] for d in now.by_device}
-        assert set(grown.values()) == {4 * self.SIZE + 4 * self.SIZE // 8}
+        want = 4 * self.SIZE + 4 * self.SIZE // 8
+        assert all(abs(bytes - want) < 1000 for bytes in grown.values())
         assert now.warnings == ()
         assert str(now.largest[0]) and now.largest[0].text == "float32[1048576]"
         assert "float32[1048576], 4 MiB on devices 0 to 7" in str(now)

@@ -68,7 +68,10 @@ class OnDevices:
         with precision(cell.precision):
             self.task = task_of(cell, axis_name)
             self.step = _made_step(cell, self.task, axis_name)
-            self.run = as_parallel(self.step, mesh_of(cell.devices), remainder="pad")
+            # Statistics that a layer reduces over devices are refused under padding.
+            meets = self.task.model_state is not None and cell.view == "device"
+            remainder = "error" if meets else "pad"
+            self.run = as_parallel(self.step, mesh_of(cell.devices), remainder)
 
     def train(self, cell: Cell) -> Run:
         """Train from the start on the cell's batches."""
