@@ -1,10 +1,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from lockstep.parallel import parallelize, per_device
+from lockstep.parallel import as_parallel, parallelize, per_device
 from lockstep.placement import shard_batch
+from lockstep.step import make_train_step
 
 RNG = np.random.default_rng(0)
 W = {"w": jnp.asarray(RNG.normal(size=3), jnp.float32)}
@@ -224,3 +226,58 @@ def test_a_leak_that_needs_a_mixed_shard_is_found_when_there_is_one(mesh_of):
 
 def tree_scale(tree, factor):
     return jax.tree.map(lambda x: x * factor, tree)
+
+
+def static_rows(w, batch):
+    """The mask is applied, and the sum divided by the number of all rows."""
+    return update(w, lambda w: jnp.mean(errors(w, batch) * batch["mask"]))
+
+
+def test_dividing_by_all_rows_is_refused(mesh_of):
+    with pytest.raises(ValueError, match="padding changes the results: .* not by the"):
+        parallelize(static_rows, mesh_of(8), remainder="pad")(W, batch_of(5))
+
+
+def test_it_is_found_by_the_metrics_of_an_evaluation_too(mesh_of):
+    def step(w, batch):
+        return {"error": jnp.mean(errors(w, batch) * batch["mask"])}
+
+    with pytest.raises(ValueError, match=r"output\['error'\] is .* and not"):
+        parallelize(step, mesh_of(8), remainder="pad")(W, batch_of(7))
+
+
+def test_a_mean_of_the_devices_masked_means_is_refused(mesh_of):
+    def step(w, batch):
+        m = batch["mask"]
+        loss = lambda w: (errors(w, batch) * m).sum() / jnp.maximum(m.sum(), 1)  # noqa: E731
+        value, grads = jax.lax.pmean(jax.value_and_grad(loss)(w), "data")
+        new = jax.tree.map(lambda p, g: p - 0.001 * g, w, grads)
+        return new, {"loss": value}
+
+    with pytest.raises(ValueError, match="padding changes the results"):
+        per_device(step, mesh_of(8), remainder="pad")(W, batch_of(13))
+
+
+def test_a_loss_of_make_train_step_that_counts_all_rows_is_refused(mesh_of):
+    def loss(w, batch):
+        return errors(w, batch) + (w["w"] ** 2).sum() / len(batch["y"])
+
+    step = make_train_step(loss, optax.adam(1e-2))
+    with pytest.raises(ValueError, match="padding changes the results"):
+        parallelize(step, mesh_of(8), remainder="pad")(step.init(W), batch_of(5))
+
+
+@pytest.mark.parametrize("axis_name", [None, "data"])
+def test_leaves_without_signal_and_noise_do_not_look_like_padding(mesh_of, axis_name):
+    """Adam makes +-lr of a gradient that is nothing but rounding."""
+
+    def loss(p, batch):
+        x = batch["x"] @ p["a"] + p["no_signal"]
+        return ((x - x.mean(1, keepdims=True)) ** 2).sum(1)
+
+    params = {"a": jnp.asarray(RNG.normal(size=(3, 16)), jnp.float32)}
+    params["no_signal"] = jnp.ones(())
+    step = make_train_step(loss, optax.adam(1e-2), axis_name=axis_name)
+    run = as_parallel(step, mesh_of(8), remainder="pad")
+    state, metrics = run(step.init(params), batch_of(13))
+    assert float(metrics["loss"]) > 0

@@ -18,6 +18,13 @@ from lockstep import placement, tree
 from lockstep.placement import MaskedBatch
 
 TOLERANCE = 1e-5
+_CURE = (
+    ". The step must leave masked rows out: multiply by batch['mask'] and divide by "
+    "its sum (over all devices), not by the number of rows; return one loss a row or "
+    "Mean.of(values, mask) from the loss of make_train_step; give the mask to layers "
+    "where rows meet (BatchNorm, in-batch negatives); or use remainder='drop', or "
+    "'unsplit', which is exact for any step"
+)
 
 
 class PaddingCheck:
@@ -38,8 +45,18 @@ class PaddingCheck:
             isinstance(placed[i], MaskedBatch) for i in self.batch_argnums
         )
 
-    def __call__(self, run: Callable[[Any], Any], placed: tuple[Any, ...]) -> None:
+    def __call__(
+        self,
+        run: Callable[[Any], Any],
+        placed: tuple[Any, ...],
+        differs: Callable[[Any], str | None],
+    ) -> None:
         """Try the step if this call holds padding that was not tried yet.
+
+        Args:
+            run: runs the step on placed arguments, and may donate them.
+            placed: the arguments.
+            differs: compares the outputs, on the host, with those of the real rows.
 
         Raises:
             ValueError: names the first output that depends on the filling rows.
@@ -50,7 +67,10 @@ class PaddingCheck:
         padded = any((mask == 0).any() for mask in masks)
         if mixed or (padded and not self._tried):
             self._tried, self.done = True, mixed
-            self._try(run, placed, masks[0])
+            first = placement.to_host(run(self._copy(placed, lambda x, m: x)))
+            self._try(run, placed, first, masks[0])
+            if found := differs(first):
+                raise ValueError(f"padding changes the results: {found}{_CURE}")
 
     def _is_mixed(self, mask: np.ndarray) -> bool:
         """Whether real and filling rows meet in one part of the computation."""
@@ -60,9 +80,13 @@ class PaddingCheck:
         return bool(((real > 0) & (real < parts.shape[1])).any())
 
     def _try(
-        self, run: Callable[[Any], Any], placed: tuple[Any, ...], mask: np.ndarray
+        self,
+        run: Callable[[Any], Any],
+        placed: tuple[Any, ...],
+        first: Any,
+        mask: np.ndarray,
     ) -> None:
-        first = placement.to_host(run(self._copy(placed, lambda x, m: x)))
+        """Run with other filling rows, of usual size and larger."""
         _compare(first, placement.to_host(run(self._copy(placed, _refill))), mask)
         if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
             return  # large values may overflow, and that would raise
@@ -96,12 +120,7 @@ def _compare(first: Any, other: Any, mask: np.ndarray) -> None:
         if gap > TOLERANCE:
             raise ValueError(
                 f"padding leaks into the results: {path} changes by {gap:.3g} "
-                "(relative) when only the filling rows change. The step must leave "
-                "masked rows out: multiply by batch['mask'] and divide by its sum, "
-                "return one loss a row or Mean.of(values, mask) from the loss of "
-                "make_train_step, or give the mask to layers where rows meet "
-                "(BatchNorm, in-batch negatives); or use remainder='drop', or "
-                "'unsplit', which is exact for any step"
+                f"(relative) when only the filling rows change{_CURE}"
             )
 
 

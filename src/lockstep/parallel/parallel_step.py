@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from lockstep import first_step, observers, placement
 from lockstep.compiles import CompileLog
-from lockstep.parallel import out_of_memory, program
+from lockstep.parallel import out_of_memory, program, real_rows
 from lockstep.parallel.arguments import Placer
 from lockstep.parallel.last_call import LastCall
 from lockstep.parallel.options import Options
@@ -25,6 +25,7 @@ from lockstep.parallel.run_ahead import RunAhead
 from lockstep.parallel.static_leaves import unwrap, wrap
 from lockstep.parallel.views import DeviceView, global_view
 from lockstep.replicas import check_replicas
+from lockstep.varying import equations
 
 
 class ParallelStep:
@@ -95,7 +96,9 @@ class ParallelStep:
         first_step.present(self, args, kwargs)
         placed = self._place(args, kwargs)
         if self._padding_check.concerns(placed):
-            self._padding_check(self._run, placed)
+            self._padding_check(
+                self._run, placed, lambda padded: self._off_real_rows(placed, padded)
+            )
         return self._run(placed)
 
     def place_state(self, state: Any) -> Any:
@@ -181,6 +184,32 @@ class ParallelStep:
                 "skip this batch, or use remainder='pad'"
             )
         return placed
+
+    def _off_real_rows(self, placed: tuple[Any, ...], padded: Any) -> str | None:
+        """What in the outputs is not as from the real rows alone, on one device."""
+        if jax.process_count() > 1:
+            return None  # no process holds all rows
+        if self.view == "device" and self._draws(placed):
+            return None  # the devices' own masks are not those of one device
+        alone = self.on(real_rows.first_device(self.mesh))
+        alone._padding_check.done = True
+        multiple = getattr(self.fn, "accumulate", 1)
+        *args, kwargs = real_rows.without_padding(placed, multiple)
+        try:
+            exact = placement.to_host(alone(*args, **kwargs))
+        except jax.errors.JaxRuntimeError:  # one device may be too small for it
+            return None
+        current = next(iter(alone._programs.values()))
+        old = args[0] if current.state_at else None
+        if current.state_at == "all":
+            padded, exact = (padded,), (exact,)
+        return real_rows.first_difference(old, padded, exact)
+
+    def _draws(self, placed: tuple[Any, ...]) -> bool:
+        """Whether the step draws random numbers."""
+        traced = self.trace(*placed[:-1], **placed[-1])
+        names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)}
+        return any(n.startswith(("random_bits", "threefry", "rng_")) for n in names)
 
     def _run(self, placed: tuple[Any, ...]) -> Any:
         """Run one step on placed arguments, compiling it where they are new."""
