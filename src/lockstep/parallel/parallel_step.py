@@ -136,7 +136,7 @@ class ParallelStep:
         return current.run.trace(*placed)
 
     def on(self, mesh: Mesh, *, compare_replicas: bool = True) -> "ParallelStep":
-        """The same function on another mesh; this step donates nothing.
+        """The same function on another mesh; it donates nothing and tries no padding.
 
         Args:
             mesh: the other devices.
@@ -144,7 +144,8 @@ class ParallelStep:
         """
         options = dataclasses.replace(self._options, mesh=mesh, donate_argnums=())
         step = ParallelStep(options, compare_replicas=compare_replicas)
-        step.observers.clear()  # it is there to be looked at
+        step.observers.clear()  # it is there to be looked at, whatever it does
+        step._padding_check.done = True
         return step
 
     def copy(self, fn: Callable[..., Any] | None = None) -> "ParallelStep":
@@ -192,7 +193,6 @@ class ParallelStep:
         if self.view == "device" and self._draws(placed):
             return None  # the devices' own masks are not those of one device
         alone = self.on(real_rows.first_device(self.mesh))
-        alone._padding_check.done = True
         multiple = getattr(self.fn, "accumulate", 1)
         *args, kwargs = real_rows.without_padding(placed, multiple)
         try:
