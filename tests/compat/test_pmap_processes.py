@@ -1,43 +1,17 @@
 """`compat.pmap` over two processes; see `pmap_in_two_processes.py`."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import portpicker
 import pytest
+from two_processes import outputs_of
 
 SCRIPT = Path(__file__).with_name("pmap_in_two_processes.py")
-SOURCE = Path(__file__).parents[2] / "src"
 
 
 @pytest.fixture(scope="module")
-def both():
+def both(tmp_path_factory):
     """What each of the two processes wrote, after both have ended."""
-    address = f"127.0.0.1:{portpicker.pick_unused_port()}"
-    settings = {
-        "PYTHONPATH": str(SOURCE),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "2",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", SCRIPT, address, str(number)],
-            env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | settings,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    outputs = []
-    for process in processes:
-        try:
-            outputs.append(process.communicate(timeout=120)[0])
-        finally:
-            process.kill()
-    return outputs
+    return outputs_of(SCRIPT, tmp_path_factory)
 
 
 def names_of_checks():
