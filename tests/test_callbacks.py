@@ -55,7 +55,8 @@ class Lines:
 def info_of(step, metrics=None, *, rows=8, seconds=1.0, compiled=False, trainer=None):
     trainer = trainer or SimpleNamespace(step=step, state=None)
     stands_in: Any = trainer
-    return StepInfo(step, 1, metrics or {}, rows, seconds, compiled, stands_in)
+    call = range(step, step + 1)
+    return StepInfo(step, 1, metrics or {}, rows, seconds, compiled, call, stands_in)
 
 
 def show(callback, infos, trainer=None):

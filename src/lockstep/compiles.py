@@ -60,13 +60,18 @@ class CompileLog:
         return len(self.entries)
 
     def begin(
-        self, arguments: Mapping[str, Any], static: Mapping[str, Any] | None = None
+        self,
+        arguments: Mapping[str, Any],
+        static: Mapping[str, Any] | None = None,
+        *,
+        planned: str | None = None,
     ) -> None:
         """Note that these named arguments are being compiled, and say why.
 
         Args:
             arguments: the arguments; leaves that are no arrays or numbers are static.
             static: further arguments, static as a whole.
+            planned: why, where the user asked for one more program: no surprise then.
 
         Raises:
             RuntimeError: more than `max_compiles`.
@@ -74,13 +79,13 @@ class CompileLog:
         if self._paused:
             return
         signature = Signature.of(arguments, static)
-        reason, hint = self._reason(signature)
+        reason, hint = (planned, "") if planned else self._reason(signature)
         if self.max_compiles is not None and self.count >= self.max_compiles:
             raise RuntimeError(
                 f"{self.name} would compile a {_ordinal(self.count + 1)} time, above "
                 f"max_compiles={self.max_compiles}: {reason}{hint}"
             )
-        if self.entries:
+        if self.entries and not planned:
             _log.warning("%s: %s: compiling again%s", self.name, reason, hint)
         self.entries.append(Compile(reason, signature))
 

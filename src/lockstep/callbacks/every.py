@@ -21,12 +21,14 @@ class Every:
 
     def __call__(self, info: StepInfo) -> Any:
         """Call the callback if it is its turn."""
-        return self.callback(info) if info.step % self.n == 0 else None
+        turn = any(step % self.n == 0 for step in info.call)
+        return self.callback(info) if turn else None
 
 
 def every(n: int, callback: Callback) -> Every:
     """Call a callback after the steps n, 2n, 3n and so on.
 
+    Under `Trainer(steps_per_call=k)`: after the call in which such a step was.
     Its `start`, `observe`, `finish` and `close` are called as if it stood alone: `Log`
     hears of each step and writes each n-th.
 
@@ -38,7 +40,7 @@ def every(n: int, callback: Callback) -> Every:
         >>> from types import SimpleNamespace
         >>> say = every(2, lambda info: print("step", info.step))
         >>> for step in (1, 2, 3, 4):
-        ...     say(SimpleNamespace(step=step))
+        ...     say(SimpleNamespace(step=step, call=[step]))
         step 2
         step 4
     """

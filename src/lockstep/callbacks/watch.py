@@ -124,9 +124,9 @@ class Profile:
 
     def __call__(self, info: StepInfo) -> None:
         """Begin before the first step of the trace, end after its last."""
-        if info.step == self.first - 1:
+        if self.first - 1 in info.call:
             self._begin(info.state)
-        elif info.step == self.last and self._recording:
+        elif self.last in info.call and self._recording:
             jax.block_until_ready(info.metrics)
             self.close()
 

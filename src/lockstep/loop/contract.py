@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from numbers import Integral
 from typing import Any
 
 from lockstep.loop.running import name_of
@@ -79,6 +80,22 @@ def by_name(metrics: Any) -> Any:
         return {}
     bare = is_mean(metrics) or is_array(metrics)
     return {"loss": metrics} if bare else metrics
+
+
+def check_count(name: str, count: Any) -> None:
+    """Refuse what is no whole number of at least 1.
+
+    Raises:
+        TypeError: not a whole number.
+        ValueError: below 1.
+    """
+    if isinstance(count, bool) or not isinstance(count, Integral):
+        raise TypeError(
+            f"{name}={count!r} is a {type(count).__name__}, and a run has a whole "
+            f"number of {name}: give an int"
+        )
+    if count < 1:
+        raise ValueError(f"{name}={count} trains nothing: it must be at least 1")
 
 
 def _third_argument(fn: Any) -> bool | None:

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from jax.sharding import Mesh
 
 from lockstep import sharding
 from lockstep.data.prefetching import Prefetch, PrefetchIterator, prefetch
+from lockstep.loop.contract import check_count
 
 
 class Feed:
@@ -97,6 +97,20 @@ class Feed:
         return nullcontext(self._placed)  # an iterator is closed by whoever made it
 
 
+def together(
+    batches: Iterable[tuple[int, Any]], count: int
+) -> Iterator[tuple[int, list[Any]]]:
+    """Batches in groups of `count`, fewer where an epoch ends.
+
+    Example:
+        >>> list(together([(1, "a"), (1, "b"), (1, "c"), (2, "a")], 2))
+        [(1, ['a', 'b']), (1, ['c']), (2, ['a'])]
+    """
+    for epoch, same in itertools.groupby(batches, lambda pair: pair[0]):
+        while group := [batch for _, batch in itertools.islice(same, count)]:
+            yield epoch, group
+
+
 def rows_of(batch: Any) -> int:
     """Rows of a placed global batch, padding included; 1 for a batch without rows."""
     for leaf in jax.tree.leaves(batch):
@@ -120,15 +134,8 @@ def _check_amount(steps: int | None, epochs: int | None) -> None:
             "from the number of batches"
         )
     for name, count in (("steps", steps), ("epochs", epochs)):
-        if count is None:
-            continue
-        if isinstance(count, bool) or not isinstance(count, Integral):
-            raise TypeError(
-                f"{name}={count!r} is a {type(count).__name__}, and a run has a whole "
-                f"number of {name}: give an int"
-            )
-        if count < 1:
-            raise ValueError(f"{name}={count} trains nothing: it must be at least 1")
+        if count is not None:
+            check_count(name, count)
 
 
 def _length(batches: Any, epochs: int | None) -> int | None:

@@ -12,7 +12,7 @@ class Callback(Protocol):
 
     - `start(trainer, state)` before the first step;
     - `observe(info)` after every step, before any callback is called: also for a
-      callback inside `every(n, ...)`;
+      callback inside `every(n, ...)`, and for each step of a call of several;
     - `finish(info)` after the last step, unless the training failed;
     - `close()` at the very end, also after a failure.
 
@@ -42,14 +42,15 @@ class Running:
             self._started.append(callback)  # one that fails half-way is closed too
             self._optional(callback, "start", trainer, state)
 
-    def __call__(self, info: Any) -> bool:
-        """Show a step to all callbacks; whether one of them wants to stop."""
-        self._last = info
+    def __call__(self, infos: list[Any]) -> bool:
+        """Show the steps of a call to all callbacks; whether one wants to stop."""
+        self._last = info = infos[-1]
         stop = False
         callback: Any = None
         try:
-            for callback in self._observers:
-                callback.observe(info)
+            for info in infos:
+                for callback in self._observers:
+                    callback.observe(info)
             for callback in self._callbacks:
                 stop = bool(callback(info)) or stop
         except Exception as error:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from lockstep.loop import contract
-from lockstep.loop.feed import Feed, rows_of
+from lockstep.loop.feed import Feed, rows_of, together
 from lockstep.loop.running import Callback, Running, checked
 from lockstep.loop.step_keys import StepKeys
 from lockstep.metrics import compute
@@ -28,8 +28,11 @@ class StepInfo:
         epoch: the pass over the batches, from 1.
         metrics: what the step returned, still on the devices.
         rows: rows of the global batch, padding included.
-        seconds: wall time since the step before was handed to the devices.
+        seconds: wall time since the step before was handed to the devices; under
+            `steps_per_call` the share of this step.
         compiled: whether the step was compiled for this batch.
+        call: the numbers of the steps that were handed over together; just this one
+            without `steps_per_call`.
         results: numbers on the host that callbacks found at this step, such as
             `valid/loss`; later callbacks see those of earlier ones.
     """
@@ -40,6 +43,7 @@ class StepInfo:
     rows: int
     seconds: float
     compiled: bool
+    call: range
     trainer: "Trainer" = field(repr=False)
     results: dict[str, float] = field(default_factory=dict)
 
@@ -51,9 +55,16 @@ class StepInfo:
             RuntimeError: the next step has begun, and the memory was given to it.
         """
         if self.step != self.trainer.step:
+            inside = self.step != self.call[-1]
             raise RuntimeError(
                 f"the state of step {self.step} was donated to step {self.step + 1}: "
-                "read info.state before the next iteration, or use trainer.state"
+                + (
+                    f"steps {self.call[0]} to {self.call[-1]} are one call "
+                    "(steps_per_call); look at the state where the call has ended"
+                    if inside
+                    else "read info.state before the next iteration, or use "
+                    "trainer.state"
+                )
             )
         return self.trainer.state
 
@@ -74,6 +85,11 @@ class Trainer:
             where `i` counts the finished steps: 0 for the first step.
         callbacks: called after each step, in this order; see `callbacks`.
         remainder: what to do with rows that do not divide, as in `parallelize`.
+        steps_per_call: how many steps are handed to the devices together. Worth it for
+            steps of a millisecond or less, whose time is that of starting them. The
+            training is the same; callbacks are called, and the loop gets its turn,
+            after each call. The first call, the last steps of an epoch that fill no
+            call, and steps of another form run one by one.
         max_compiles: raise instead of compiling more often than this.
         transfer_guard: "error" refuses what is moved to the devices in every step
             without being asked for: by the step (the error names the argument) and by
@@ -108,6 +124,7 @@ class Trainer:
         key: jax.Array | None = None,
         callbacks: Iterable[Callback] = (),
         remainder: str | None = None,
+        steps_per_call: int = 1,
         max_compiles: int | None = None,
         transfer_guard: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -117,6 +134,8 @@ class Trainer:
         self.callbacks = tuple(
             checked(callback, f"callbacks[{i}]") for i, callback in enumerate(callbacks)
         )
+        contract.check_count("steps_per_call", steps_per_call)
+        self.steps_per_call = steps_per_call
         self.step = 0
         self.total: int | None = None
         self._state: Any = None
@@ -197,11 +216,11 @@ class Trainer:
         self._begin(state, feed)
         with Running(self.callbacks) as callbacks, closing(iter(feed)) as batches:
             callbacks.start(self, self._state)
-            for epoch, batch in batches:
-                info = self._advance(epoch, batch)
+            for epoch, group in together(batches, self.steps_per_call):
+                infos = self._advance(epoch, group)
                 with self._guard():
-                    stop = callbacks(info)
-                yield info
+                    stop = callbacks(infos)
+                yield infos[-1]
                 if stop:
                     return
         feed.check_complete()
@@ -214,29 +233,45 @@ class Trainer:
         self._checked = False
         self._last_time = self._clock()
 
-    def _advance(self, epoch: int, batch: Any) -> StepInfo:
-        """Hand one step to the devices; nothing here waits for them."""
-        compiles = self.parallel.compiles.count
+    def _advance(self, epoch: int, batches: list[Any]) -> list[StepInfo]:
+        """Hand one call's steps to the devices; nothing here waits for them."""
+        compiles, first = self.parallel.compiles.count, self.step + 1
         try:
-            out = self.parallel(self._state, batch, *self._key_argument())
+            metrics = self._run_steps(batches)
+        except Exception as error:
+            error.add_note(f"in step {first} (epoch {epoch})")
+            raise
+        self.step += len(batches)
+        then, self._last_time = self._last_time, self._clock()
+        return [
+            StepInfo(
+                step=first + i,
+                epoch=epoch,
+                metrics=contract.by_name(metrics[i]),
+                rows=rows_of(batch),
+                seconds=(self._last_time - then) / len(batches),
+                compiled=self.parallel.compiles.count > compiles,
+                call=range(first, self.step + 1),
+                trainer=self,
+            )
+            for i, batch in enumerate(batches)
+        ]
+
+    def _run_steps(self, batches: list[Any]) -> list[Any]:
+        """Move the state by one step a batch; the metrics of each."""
+        calls = [(b, *self._key_argument(i)) for i, b in enumerate(batches)]
+        if self._checked and len(calls) > 1:
+            self._state, metrics = self.parallel.several(self._state, calls)
+            return metrics
+        metrics = []
+        for call in calls:
+            out = self.parallel(self._state, *call)
             if not self._checked:
                 contract.check_output(self._state, out)
                 self._checked = True
-        except Exception as error:
-            error.add_note(f"in step {self.step + 1} (epoch {epoch})")
-            raise
-        self._state, metrics = out
-        self.step += 1
-        then, self._last_time = self._last_time, self._clock()
-        return StepInfo(
-            step=self.step,
-            epoch=epoch,
-            metrics=contract.by_name(metrics),
-            rows=rows_of(batch),
-            seconds=self._last_time - then,
-            compiled=self.parallel.compiles.count > compiles,
-            trainer=self,
-        )
+            self._state, found = out
+            metrics.append(found)
+        return metrics
 
     @contextmanager
     def _guard(self) -> Generator[None, None, None]:
@@ -256,8 +291,8 @@ class Trainer:
                     )
                 raise
 
-    def _key_argument(self) -> tuple[jax.Array, ...]:
-        return () if self._keys is None else (self._keys[self.step],)
+    def _key_argument(self, ahead: int) -> tuple[jax.Array, ...]:
+        return () if self._keys is None else (self._keys[self.step + ahead],)
 
     def _hint_at_reads(self, step: int) -> None:
         if step > 1 and self._last_read == step - 1:

@@ -7,7 +7,7 @@ two calls in flight, and puts outputs back on the caller's mesh.
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from lockstep import first_step, observers, placement
 from lockstep.compiles import CompileLog
-from lockstep.parallel import out_of_memory, program, real_rows
+from lockstep.parallel import out_of_memory, program, real_rows, several
 from lockstep.parallel.arguments import Placer
 from lockstep.parallel.last_call import LastCall
 from lockstep.parallel.options import Options
@@ -60,6 +60,7 @@ class ParallelStep:
         self.observers = observers.for_new_step()
         self._options = options
         self._programs: dict[Any, program.Program] = {}
+        self._several: dict[Any, Callable[..., Any]] = {}
         self._strong: dict[Any, dict[int, Any]] = {}
         self._last_call: LastCall | None = None
         self._run_ahead = RunAhead()
@@ -100,6 +101,66 @@ class ParallelStep:
                 self._run, placed, lambda padded: self._off_real_rows(placed, padded)
             )
         return self._run(placed)
+
+    def several(
+        self, state: Any, calls: Sequence[tuple[Any, ...]]
+    ) -> tuple[Any, list[Any]]:
+        """Run several train steps, in one dispatch where all have the form of the last.
+
+        Args:
+            state: as for one step.
+            calls: for each step its arguments after the state.
+
+        Returns:
+            The state after the last step, and what each step returned beside it.
+        """
+        if len(calls) > 1 and not self.observers:
+            state = self.place_state(state)
+            placed = tuple(
+                (*(self._place_one(i, arg) for i, arg in enumerate(call, 1)), {})
+                for call in calls
+            )
+            ready = self._ready_for(state, placed)
+            if ready:
+                return self._dispatch(ready, state, placed)
+            calls = [call[:-1] for call in placed]
+        rest = []
+        for call in calls:
+            state, *outputs = self(state, *call)
+            rest.append(_single(outputs))
+        return state, rest
+
+    def _ready_for(self, state: Any, calls: tuple[Any, ...]) -> program.Program | None:
+        """The program that ran for one such call, if nothing about these is new."""
+        first = (state, *calls[0])
+        if not self._placer.is_placed(jax.tree.leaves((state, calls))):
+            return None
+        if any(self._padding_check.concerns((state, *call)) for call in calls):
+            return None
+        key = (jax.tree.structure(first), self._key_shapes(first[:-1]))
+        known = self._programs.get(key)
+        suits = known and known.state_at == "first" and not known.static_outputs
+        return known if suits and several.alike(calls) else None
+
+    def _dispatch(
+        self, current: program.Program, state: Any, calls: tuple[Any, ...]
+    ) -> tuple[Any, list[Any]]:
+        """Run several steps as one program, compiling it where they are new."""
+        key = (id(current), len(calls))
+        if key not in self._several:
+            names = self._names((state, *calls[0]))
+            self._several[key] = several.together(
+                current, state, len(calls), names, self.compiles
+            )
+        started, compiled = time.perf_counter(), self.compiles.count
+        state, results = self._several[key](state, calls)
+        rest, token = results[-1]
+        self._run_ahead.add(current.readable((state, rest)) if token is None else token)
+        if self.compiles.count > compiled:
+            self.compiles.finish(time.perf_counter() - started)
+        return state, [
+            outs[0] if len(outs) == 1 else tuple(outs) for outs, _ in results
+        ]
 
     def place_state(self, state: Any) -> Any:
         """The state on the mesh: host leaves are copied, placed leaves stay."""
@@ -249,7 +310,7 @@ class ParallelStep:
 
     def _build(self, args: tuple[Any, ...]) -> program.Program:
         options = self._options
-        names = (*(options.name(i) for i in range(len(args) - 1)), "keywords")
+        names = self._names(args)
         view = DeviceView(options, names) if self.view == "device" else None
         built = program.build(
             view or global_view(options), args, options, names, self.compiles
@@ -259,6 +320,10 @@ class ParallelStep:
         built.view = view
         return built
 
+    def _names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
+        """How messages call the arguments; the last is the dict of keywords."""
+        return (*map(self._options.name, range(len(args) - 1)), "keywords")
+
     def _key_shapes(self, args: tuple[Any, ...]) -> Any:
         """First axes that decide how other arguments are split in the device view."""
         special = (self._options.state_argnum, *self.batch_argnums)
@@ -266,6 +331,10 @@ class ParallelStep:
             return ()
         others = [arg for i, arg in enumerate(args) if i not in special]
         return tuple(np.shape(x)[:1] for x in jax.tree.leaves(others))
+
+
+def _single(outputs: Sequence[Any]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def _is_description(leaf: Any) -> bool:

@@ -30,6 +30,7 @@ class Program:
             (an evaluation step returns none).
         strong: leaf number in the state -> dtype, for the weakly typed leaves that
             the step returns strongly typed; placed so, the step compiles once.
+        donated: the arguments whose memory is reused.
         static_outputs: whether outputs hold wrapped static leaves.
         view: what was traced, in the device view.
     """
@@ -37,6 +38,7 @@ class Program:
     run: Any
     state_at: str | None
     strong: dict[int, Any]
+    donated: tuple[int, ...]
     static_outputs: bool
     view: Any = None
 
@@ -88,6 +90,7 @@ def build(
         run=jax.jit(outer, donate_argnums=donated, out_shardings=(layout, None)),
         state_at=state_at,
         strong=strong,
+        donated=donated,
         static_outputs=any(
             isinstance(x, Static)
             for x in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Static))
