@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from lockstep.compat import device_put_sharded, pmap, replicate, unreplicate
-from lockstep.compat.mapping import host_local
+from lockstep.compat.mapping import host_local, small_leaves
 
 ADDRESS, PROCESS = sys.argv[1], int(sys.argv[2])
 MINE = slice(2 * PROCESS, 2 * PROCESS + 2)  # this process's rows of four
@@ -72,6 +72,38 @@ def a_training_is_that_of_one_device():
     assert state["step"].tolist() == [5, 5] and state["step"].weak_type
     assert traces == 1 and len(shardings) == 1
     assert unreplicate(state["w"]).devices() == {jax.local_devices()[0]}
+
+
+def many_small_results_come_back_together():
+    def step(state, x):
+        total = lax.psum(x.sum(), "i")
+        new = {name: leaf + 1 for name, leaf in state.items()}
+        return new, {"index": lax.axis_index("i"), "total": total, "column": x}
+
+    n = 2 * small_leaves.MIN_ARRAYS
+    big = small_leaves.MAX_BYTES // 4 + 1
+    rows = {f"float{i}": np.full((2, i % 3, 2), i, np.float32) for i in range(n)}
+    rows |= {f"half{i}": jnp.full((2, 3), i, jnp.bfloat16) for i in range(n)}
+    rows |= {f"int{i}": np.full(2, i, np.int32) for i in range(3)}  # too few
+    rows |= {"big": np.zeros((2, big), np.float32)}
+    rates = {f"rate{i}": i / 2 for i in range(n)}
+    state = {**rows, **replicate(rates)}
+    axes = {"index": 0, "total": None, "column": 1}
+    mapped = pmap(step, "i", out_axes=(0, axes), donate_argnums=0)
+    for count in (1, 2):
+        old, (state, out) = state, mapped(state, GLOBAL[MINE])
+        if count == 2:
+            assert all(leaf.is_deleted() for leaf in old.values()), "donated"
+        for name, leaf in rows.items():
+            assert state[name].dtype == leaf.dtype, name
+            assert_is_mine(state[name], np.asarray(leaf) + count)
+        for name, rate in rates.items():
+            assert state[name].weak_type and state[name].dtype == np.float32
+            assert_is_mine(state[name], [rate + count] * 2)
+        assert float(out["total"]) == GLOBAL.sum()
+        assert out["index"].tolist() == [2 * PROCESS, 2 * PROCESS + 1]
+        np.testing.assert_array_equal(out["column"], GLOBAL[MINE].T)
+    assert mapped.compiles.count == 1
 
 
 def nothing_outlives_the_arrays_it_belongs_to():
@@ -156,6 +188,7 @@ def wrong_sizes_are_named():
 CHECKS = (
     rows_of_this_process_in_and_out,
     a_training_is_that_of_one_device,
+    many_small_results_come_back_together,
     nothing_outlives_the_arrays_it_belongs_to,
     weak_types_do_not_drift,
     keys_and_arguments_that_are_not_mapped,

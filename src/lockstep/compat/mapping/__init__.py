@@ -8,6 +8,7 @@
 - `nested`: a map inside a map.
 - `unmapped`: results that were declared the same on all devices.
 - `program`: one function, for one structure of arguments, on one mesh.
+- `small_leaves`: small results handed over together, where processes share a mesh.
 - `host_local`: the same where several processes each hold a part of the mesh.
 - `programs`: all programs of a function, found by the signature of a call.
 """

@@ -3,8 +3,9 @@
 Every process calls a mapped function with an axis of its own devices, and gets that
 axis back; inside, the axis runs over the devices of all processes. So each argument is
 wrapped as the global array whose local rows it is, and each result is unwrapped; the
-memory is the same. The global array behind a result is remembered as long as the
-result lives, so that the state of a loop is wrapped once, not once a step.
+memory is the same, but for small results (see `small_leaves`). The global array behind
+a result is remembered as long as the result lives, so that the state of a loop is
+wrapped once, not once a step.
 """
 
 import operator
@@ -15,12 +16,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import Mesh, NamedSharding
 
 from lockstep.compat.mapping.leaves import MappedLeaves
 from lockstep.compat.mapping.program import Program, Records, is_traced
 from lockstep.compat.mapping.shards import is_float0
+from lockstep.compat.mapping.small_leaves import bundles_of, weaken
 
 _assemble = jax.make_array_from_single_device_arrays
 
@@ -51,6 +52,7 @@ class SpanningProgram(Program):
         self._alone = alone
         self._size_here = mesh.local_mesh.devices.shape[0]
         self._wants_here = [_here(want) for want in self.wants]
+        self._donated = leaves.donated()
 
     def __call__(self, leaves: list[Any]) -> Any:
         """Runs on the leaves of this process's arguments."""
@@ -68,8 +70,16 @@ class SpanningProgram(Program):
         for position in odd:
             wide[position] = to_global(leaves[position], self.wants[position])
         out = self.run(wide)
+        self._delete_donated(leaves, wide)
         arrays, tree = jax.tree.flatten(out)
         return jax.tree.unflatten(tree, to_local(arrays))
+
+    def _delete_donated(self, leaves: list[Any], wide: list[jax.Array]) -> None:
+        """Deletes the arrays of this process that do not share what was donated."""
+        for position in self._donated:
+            leaf, array = leaves[position], wide[position]
+            if array.is_deleted() and _recall(leaf) is array:
+                leaf.delete()
 
     def lower(self, leaves: list[Any]) -> Any:
         """The lowered program; it takes and returns arrays of all processes."""
@@ -94,26 +104,36 @@ def to_global(leaf: Any, want: NamedSharding) -> jax.Array:
         leaf = jax.device_put(leaf, here)
     pieces = [shard.data for shard in leaf.addressable_shards]
     array = _assemble(_global_shape(leaf.shape, want), want, pieces)
-    array = _weaken(array) if jax.typeof(leaf).weak_type else array
+    array = weaken(array) if jax.typeof(leaf).weak_type else array
     _remember(leaf, array)
     return array
 
 
 def to_local(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """This process's rows of arrays of all processes."""
-    rows = []
-    for array in arrays:
-        shape, here, positions = _local_form(array.sharding, array.shape)
-        if positions is None:
-            pieces = [shard.data for shard in array.addressable_shards]
-        else:
-            take = array.addressable_data
-            pieces = [take(position) for position in positions]
-        local = _assemble(shape, here, pieces)
-        local = _weaken(local) if getattr(array, "weak_type", False) else local
-        _remember(local, array)
-        rows.append(local)
+    """This process's rows of arrays of all processes, which one program returned."""
+    rows: list[Any] = [None] * len(arrays)
+    for bundle in bundles_of(arrays):
+        packed = bundle.pack(*[arrays[position] for position in bundle.positions])
+        unpacked = bundle.unpack(_unwrap(packed))
+        for position, row in zip(bundle.positions, unpacked, strict=True):
+            rows[position] = row
+    for position, array in enumerate(arrays):
+        if rows[position] is None:
+            rows[position] = _unwrap(array)
+        _remember(rows[position], array)
     return rows
+
+
+def _unwrap(array: jax.Array) -> jax.Array:
+    """This process's rows of an array of all processes, in the same memory."""
+    shape, here, positions = _local_form(array.sharding, array.shape)
+    if positions is None:
+        pieces = [shard.data for shard in array.addressable_shards]
+    else:
+        take = array.addressable_data
+        pieces = [take(position) for position in positions]
+    local = _assemble(shape, here, pieces)
+    return weaken(local) if getattr(array, "weak_type", False) else local
 
 
 @lru_cache(maxsize=4096)
@@ -154,11 +174,3 @@ def _times_longer(sharding: Any, rank: int) -> tuple[int, ...]:
 def _here(sharding: Any) -> NamedSharding:
     """The same partition over this process's devices alone."""
     return NamedSharding(sharding.mesh.local_mesh, sharding.spec)
-
-
-@jax.jit
-def _weaken(array: jax.Array) -> jax.Array:
-    """Weakly typed again, which assembling from pieces forgets."""
-    return convert_element_type_p.bind(
-        array, new_dtype=array.dtype, weak_type=True, sharding=None
-    )

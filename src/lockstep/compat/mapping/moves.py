@@ -45,12 +45,9 @@ class Moves:
         )
 
 
-def all_in_place(leaves: Sequence[Any], wants: list[NamedSharding]) -> bool:
-    """Whether every leaf is an array of JAX that lies where it is wanted."""
-    try:
-        return [leaf.sharding for leaf in leaves] == wants
-    except AttributeError:
-        return False
+def places(leaves: Sequence[Any]) -> list[Any]:
+    """The sharding of every leaf; `None` for one that does not lie on a device."""
+    return [getattr(leaf, "sharding", None) for leaf in leaves]
 
 
 def is_elsewhere(leaf: Any, want: NamedSharding) -> bool:

@@ -1,7 +1,6 @@
 """One mapped function for one structure of arguments, on one mesh."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +9,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from lockstep.compat.mapping import devices, nested
 from lockstep.compat.mapping.leaves import MappedLeaves
-from lockstep.compat.mapping.moves import Moves, all_in_place, is_elsewhere
+from lockstep.compat.mapping.moves import Moves, is_elsewhere, places
 from lockstep.compat.mapping.shards import (
     is_float0,
     is_none,
+    no_other_mesh,
     on_rows,
     spec,
     specs,
@@ -65,10 +65,11 @@ class Program:
 
     def __call__(self, leaves: list[Any]) -> Any:
         """Runs on the leaves of the arguments."""
-        if not all_in_place(leaves, self.wants):
+        lie = places(leaves)
+        if lie != self.wants:
             if is_traced(leaves):
                 return self._traced(*leaves)
-            leaves = self._place(leaves)
+            leaves = self._place(leaves, lie)
         return self.run(leaves)
 
     def run(self, leaves: Sequence[jax.Array]) -> Any:
@@ -119,7 +120,7 @@ class Program:
             return getattr(here, "mesh", None) == self._mesh
         return here == want
 
-    def _place(self, leaves: list[Any]) -> list[Any]:
+    def _place(self, leaves: list[Any], lie: list[Any]) -> list[Any]:
         """All leaves where they are wanted.
 
         JAX would place what comes from the host by itself, but more slowly; and it
@@ -127,12 +128,10 @@ class Program:
         """
         odd = [
             position
-            for position, (leaf, want) in enumerate(
-                zip(leaves, self.wants, strict=True)
-            )
-            if (here := getattr(leaf, "sharding", None)) is not want
+            for position, (here, want) in enumerate(zip(lie, self.wants, strict=True))
+            if here is not want
             and not self._fits(here, want)
-            and not is_float0(leaf)
+            and not is_float0(leaves[position])
         ]
         if not odd:
             return leaves
@@ -151,7 +150,7 @@ class Program:
         def mapped(*leaves: Any) -> Any:  # traced once a signature
             self.leaves.check(leaves, self._mesh.devices.shape[0])
             self._note_compile(leaves)
-            with _no_other_mesh(self._mesh):
+            with no_other_mesh(self._mesh):
                 out = jax.shard_map(
                     on_rows(self._call, axes, options.out_axes),
                     mesh=self._mesh,
@@ -183,10 +182,3 @@ class Program:
 def is_traced(leaves: list[Any]) -> bool:
     """Whether another transformation of JAX is at work around this call."""
     return any(issubclass(kind, Tracer) for kind in set(map(type, leaves)))
-
-
-def _no_other_mesh(mesh: Mesh) -> AbstractContextManager[Any]:
-    """Replaces a mesh that the caller has set, over which nothing is to be mapped."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)

@@ -1,6 +1,7 @@
 """Stacked arrays: how they lie on the devices, and what one device sees of them."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -79,3 +80,10 @@ def on_rows(
         return jax.tree.unflatten(tree, stacked)
 
     return on_shards
+
+
+def no_other_mesh(mesh: Mesh) -> AbstractContextManager[Any]:
+    """Replaces a mesh that the caller has set, over which nothing is to be mapped."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
