@@ -47,7 +47,7 @@ def check_replicas(
         >>> check_replicas(replicate({"w": np.ones(3)}, make_mesh()))
     """
     if stacked:
-        state = jax.tree.map(_unstacked, state)
+        state = jax.tree.map(unstacked, state)
     problem = first_mismatch(state, tolerance=tolerance, name=name)
     if problem:
         raise ReplicaMismatch(
@@ -76,7 +76,7 @@ def first_mismatch(
     return None
 
 
-def _unstacked(leaf: Any) -> Any:
+def unstacked(leaf: Any) -> Any:
     """The rows of a stacked leaf as the copies of one; nothing leaves its device."""
     where = getattr(leaf, "sharding", None)
     if not isinstance(leaf, jax.Array) or not isinstance(where, NamedSharding):
