@@ -120,17 +120,30 @@ def test_keys_are_mapped_one_a_device():
 def test_what_comes_from_the_host_goes_straight_to_its_device(axis_name):
     """Nothing passes through the first device, and nothing is left on it."""
     seen = []
-    put = jax.device_put
 
-    def record(tree, places=None, **kwargs):
-        seen.append(places)
-        return put(tree, places, **kwargs)
+    def recording(place):
+        def record(what, layout, *rest):
+            seen.extend(jax.tree.leaves(layout))
+            return place(what, layout, *rest)
 
+        return record
+
+    uncommitted = jnp.asarray(X[:, 0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "device_put", record)
-        pmap(lambda x: x, axis_name)({"a": X, "b": X[:, 0]})
-    ((first, second),) = seen
+        for name in ("device_put", "make_array_from_callback"):
+            patch.setattr(jax, name, recording(getattr(jax, name)))
+        pmap(lambda x: x, axis_name)({"a": X, "b": uncommitted})
+    first, second = seen
     assert first.spec == second.spec == P(first.mesh.axis_names[0])
+
+
+def test_numpy_counts_as_an_implicit_transfer_as_in_jax_pmap():
+    double = pmap(lambda x: 2 * x)
+    placed = double(X)
+    with jax.transfer_guard("disallow"):
+        double(placed)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
+            double(X)
 
 
 def test_weak_types_come_and_go_as_they_are():

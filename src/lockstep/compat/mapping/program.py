@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
@@ -11,6 +12,7 @@ from lockstep.compat.mapping import devices, nested
 from lockstep.compat.mapping.leaves import MappedLeaves
 from lockstep.compat.mapping.moves import Moves, is_elsewhere, places
 from lockstep.compat.mapping.shards import (
+    from_host,
     is_float0,
     is_none,
     no_other_mesh,
@@ -137,10 +139,15 @@ class Program:
             return leaves
         self.leaves.check(leaves, self._mesh.devices.shape[0], odd)
         self.tell_moves(leaves, self.wants, odd)
-        wants = [self.wants[position] for position in odd]
-        placed = jax.device_put([leaves[position] for position in odd], wants)
-        leaves = list(leaves)
-        for position, leaf in zip(odd, placed, strict=True):
+        leaves, rest = list(leaves), []
+        for position in odd:
+            if type(leaf := leaves[position]) is np.ndarray:
+                leaves[position] = from_host(leaf, self.wants[position])
+            else:
+                rest.append(position)
+        wants = [self.wants[position] for position in rest]
+        placed = jax.device_put([leaves[position] for position in rest], wants)
+        for position, leaf in zip(rest, placed, strict=True):
             leaves[position] = leaf
         return leaves
 

@@ -48,6 +48,14 @@ def specs(axes: Any, mesh_axis: str) -> Any:
     return jax.tree.map(lambda axis: spec(axis, mesh_axis), axes, is_leaf=is_none)
 
 
+def from_host(array: np.ndarray, layout: NamedSharding) -> jax.Array:
+    """An array of NumPy on the devices; for one array faster than `jax.device_put`.
+
+    As in `jax.pmap` it counts as implicit, which `jax.transfer_guard` can refuse.
+    """
+    return jax.make_array_from_callback(array.shape, layout, array.__getitem__)
+
+
 def is_none(leaf: Any) -> bool:
     """For trees of axes, where `None` is a leaf."""
     return leaf is None
