@@ -75,9 +75,9 @@ def _load_script(program: Program) -> tuple[Iterable[CodeType], ModuleType]:
     _become(program, program.target, os.path.dirname(os.path.realpath(path)))
     main = _main_module(__file__=path, __loader__=loader, __package__=None)
     if path.endswith(".ipynb"):
-        from lockstep.compat.notebook import display
+        from lockstep.compat.notebook import names_of_notebooks
 
-        vars(main)["display"] = display
+        vars(main).update(names_of_notebooks())
         return _cells(path), main
     return [loader.source_to_code(source, path)], main
 

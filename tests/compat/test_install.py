@@ -77,6 +77,17 @@ class TestDataParallelNames:
         assert one.device_buffer.device() == jax.devices()[5]
         np.testing.assert_array_equal(np.asarray(one.device_buffer), [1, 1])
 
+    def test_the_device_of_an_array_is_a_method_too(self):
+        second = jax.devices()[1]
+        x = jax.device_put(np.ones(2), second)
+        assert x.device() == x.device == second
+        assert jax.device_put(np.ones(2), x.device()).devices() == {second}
+        mesh = Mesh(np.asarray([second]), "i")
+        layout = NamedSharding(mesh, P())
+        assert jax.device_put(x, layout).device() == second
+        with pytest.raises(ValueError, match=r"on 8 devices: write x.devices\(\)"):
+            jax.pmap(lambda v: v)(np.ones((8, 2))).device()
+
     def test_what_pmap_returns_has_a_pmap_sharding(self):
         out = jax.pmap(lambda v: v)(np.ones((8, 2)))
         sharding, array = get("jax.sharding.PmapSharding"), "ShardedDeviceArray"

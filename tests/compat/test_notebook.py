@@ -39,9 +39,30 @@ def test_commands_are_taken_out_line_by_line(text, python, commands):
         assert is_python(found)
 
 
-def test_display_prints(tmp_path):
-    source = ["%pip list\n", "display(3, 'four')"]
-    cell = {"cell_type": "code", "metadata": {}, "source": source}
+def run_cell(tmp_path, *lines):
+    """What a notebook of one cell prints."""
+    cell = {"cell_type": "code", "metadata": {}, "source": "\n".join(lines)}
     (tmp_path / "guide.ipynb").write_text(json.dumps({"cells": [cell]}))
     done = run_lockstep("run", "guide.ipynb", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "3\nfour\n"), done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_display_prints(tmp_path):
+    assert run_cell(tmp_path, "%pip list", "display(3, 'four')") == "3\nfour\n"
+
+
+def test_commands_through_the_shell_are_skipped(tmp_path):
+    """As an exported notebook has them."""
+    printed = run_cell(
+        tmp_path,
+        "get_ipython().system('echo no > made.txt')",
+        "get_ipython().run_line_magic('matplotlib', 'inline')",
+        "get_ipython().magic('pip list')",
+        "files = get_ipython().getoutput('ls')",
+        "get_ipython().run_cell_magic('bash', '', 'echo no')",
+        "get_ipython().run_cell_magic('time', '', 'x = 4')",
+        "print(files, x, get_ipython().__class__.__name__)",
+    )
+    assert printed == "[] 4 Shell\n"
+    assert not (tmp_path / "made.txt").exists()

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lockstep import notices
 from lockstep.compat import device_put_replicated, pmap, replicate
 
 COLLECTIVES = re.compile(
@@ -155,3 +156,32 @@ def test_weak_types_come_and_go_as_they_are():
     assert state["lr"].weak_type
     shared = pmap(lambda w, lr: w * lr, in_axes=(0, None))(state["w"], 0.5)
     assert shared.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("axis_name", ["batch", None])
+def test_an_array_that_is_donated_twice_is_copied_and_told_of_once(axis_name, caplog):
+    """An average of the parameters begins as the parameters."""
+
+    def step(state, shared):
+        params, average = state["params"] + shared, state["average"]
+        return {"params": params, "average": (average + params) / 2}
+
+    notices.reset()
+    mapped = pmap(step, axis_name, donate_argnums=0)
+    params = replicate(np.zeros(3, np.float32))
+    state = mapped({"params": params, "average": params}, replicate(2 * np.ones(3)))
+    np.testing.assert_array_equal(state["params"], np.full((8, 3), 2))
+    np.testing.assert_array_equal(state["average"], np.full((8, 3), 1))
+    state = mapped(state, state["params"])
+    np.testing.assert_array_equal(state["params"], np.full((8, 3), 4))
+    (said,) = caplog.messages
+    assert "state['params'], which is the same array as state['average']" in said
+    assert "jax.numpy.copy" in said
+
+
+def test_arrays_that_are_passed_twice_and_stay_are_not_copied(caplog):
+    x = replicate(np.ones(3, np.float32))
+    notices.reset()
+    out = pmap(lambda s, x, y: s + x + y, donate_argnums=0)(x + 1, x, x)
+    np.testing.assert_array_equal(out, np.full((8, 3), 4))
+    assert not caplog.messages and not x.is_deleted()

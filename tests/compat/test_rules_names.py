@@ -134,6 +134,19 @@ class TestAttributesKeywordsOptions:
         text = "import torch\nb = x.device_buffers\n"
         assert not findings_in(text, "gone-attribute")
 
+    def test_the_device_of_an_array_is_no_method(self):
+        assert_marked(
+            "gone-attribute",
+            """
+            here = x.device()  # <-
+            there = params["w"].device() == jax.devices()[1]  # <-
+            x.device; x.devices(); jax.local_devices(); x.to_device(x.device)
+            """,
+        )
+        own = "import jax\nclass Pool:\n    def device(self): ...\nPool().device()\n"
+        assert not findings_in(own, "gone-attribute")
+        assert not findings_in("import torch\nt.device()\n", "gone-attribute")
+
     def test_keywords_of_clip(self):
         assert_marked(
             "gone-keyword",

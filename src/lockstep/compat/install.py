@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from lockstep.compat.flags import FLAGS
 from lockstep.compat.names import NAMES, look_up
@@ -46,6 +47,7 @@ def install(*, era_random: bool = False) -> None:
     if _restored is None:
         with ExitStack() as undo:
             _restore_names(undo)
+            _restore_device_calls(undo)
             _explain_missing_names(undo)
             _restore_config(undo)
             _restored = undo.pop_all()
@@ -105,6 +107,14 @@ def _restore(undo: ExitStack, row: Name) -> None:
     _set(undo, owner, attribute, value)
     if isinstance(value, ModuleType):
         _set_module(undo, row.old, value)
+
+
+def _restore_device_calls(undo: ExitStack) -> None:
+    """`x.device` is a device and `x.device()` was one: so devices answer a call."""
+    from lockstep.compat import era
+
+    _set(undo, jax.Device, "__call__", era.called_device)
+    _set(undo, NamedSharding, "__call__", era.called_sharding)
 
 
 def _is_installed(dotted: str) -> bool:

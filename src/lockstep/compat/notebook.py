@@ -5,6 +5,7 @@ import io
 import json
 import linecache
 import re
+import sys
 import tokenize
 import warnings
 from collections.abc import Iterator
@@ -60,11 +61,38 @@ def compile_cells(path: str) -> Iterator[CodeType]:
     return (_compiled(f"{path}[cell {c.number}]", c.text) for c in cells)
 
 
+def names_of_notebooks() -> dict[str, object]:
+    """What a notebook finds without importing it."""
+    return {"display": display, "get_ipython": Shell}
+
+
 def display(*values: object, **options: object) -> None:
     """Prints what a notebook would show: stands in for IPython's function."""
     del options
     for value in values:
         print(value)
+
+
+class Shell:
+    """Stands in for IPython's shell: its commands are skipped, as `!` and `%` are."""
+
+    def system(self, command: str) -> None:
+        """Skips `!command`."""
+
+    def getoutput(self, command: str) -> list[str]:
+        """No lines of output, for `lines = !command`."""
+        return []
+
+    def magic(self, command: str) -> None:
+        """Skips `%command`."""
+
+    def run_line_magic(self, name: str, line: str) -> None:
+        """Skips `%name line`."""
+
+    def run_cell_magic(self, name: str, line: str, cell: str) -> None:
+        """Skips `%%name line`, and runs the cell of one that only looks at it."""
+        if f"%%{name}" in _PYTHON_CELLS:
+            exec(split_commands(cell)[0], vars(sys.modules["__main__"]))
 
 
 def _compiled(name: str, text: str) -> CodeType:

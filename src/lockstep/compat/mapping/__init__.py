@@ -5,6 +5,7 @@
 - `devices`: which devices the mapped axis lies on.
 - `shards`: between a mapped axis and a shard of size 1 on it.
 - `moves`: inputs that lie elsewhere are moved, counted, and told of once.
+- `donation`: donated inputs that are passed twice are copied, and told of once.
 - `nested`: a map inside a map.
 - `unmapped`: results that were declared the same on all devices.
 - `program`: one function, for one structure of arguments, on one mesh.

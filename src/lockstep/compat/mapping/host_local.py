@@ -52,12 +52,12 @@ class SpanningProgram(Program):
         self._alone = alone
         self._size_here = mesh.local_mesh.devices.shape[0]
         self._wants_here = [_here(want) for want in self.wants]
-        self._donated = leaves.donated()
 
     def __call__(self, leaves: list[Any]) -> Any:
         """Runs on the leaves of this process's arguments."""
         if is_traced(leaves):
             return self._alone()(leaves)
+        leaves = self.owned(leaves)
         wide: list[Any] = [_recall(leaf) for leaf in leaves]
         odd = [
             position
@@ -76,7 +76,7 @@ class SpanningProgram(Program):
 
     def _delete_donated(self, leaves: list[Any], wide: list[jax.Array]) -> None:
         """Deletes the arrays of this process that do not share what was donated."""
-        for position in self._donated:
+        for position in self.donated:
             leaf, array = leaves[position], wide[position]
             if array.is_deleted() and _recall(leaf) is array:
                 leaf.delete()

@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from lockstep.compat.mapping import devices, nested
+from lockstep.compat.mapping.donation import each_its_own
 from lockstep.compat.mapping.leaves import MappedLeaves
 from lockstep.compat.mapping.moves import Moves, is_elsewhere, places
 from lockstep.compat.mapping.shards import (
@@ -38,6 +39,7 @@ class Program:
     Attributes:
         leaves: what is known of the leaves of the arguments.
         wants: where each leaf has to lie.
+        donated: the positions of the leaves whose memory the results may take.
     """
 
     def __init__(
@@ -61,18 +63,24 @@ class Program:
             self._outputs = {"out_shardings": self._layouts(leaves.options.out_axes)}
         out_axes = jax.tree.leaves(leaves.options.out_axes, is_leaf=is_none)
         self._may_differ = None in out_axes and not inner
+        self.donated = leaves.donated()
         self._run = jax.jit(
-            function, donate_argnums=leaves.donated(), **inputs, **self._outputs
+            function, donate_argnums=self.donated, **inputs, **self._outputs
         )
 
     def __call__(self, leaves: list[Any]) -> Any:
         """Runs on the leaves of the arguments."""
+        leaves = self.owned(leaves)
         lie = places(leaves)
         if lie != self.wants:
             if is_traced(leaves):
                 return self._traced(*leaves)
             leaves = self._place(leaves, lie)
         return self.run(leaves)
+
+    def owned(self, leaves: list[Any]) -> list[Any]:
+        """The leaves, of which the donated ones stand at no other position."""
+        return each_its_own(leaves, self.donated, self._describe)
 
     def run(self, leaves: Sequence[jax.Array]) -> Any:
         """Runs on arrays that are in their places."""
@@ -105,9 +113,12 @@ class Program:
         """Counts and tells of leaves that have to leave the place they were put in."""
         moved = [p for p in among if is_elsewhere(leaves[p], wants[p])]
         if moved:
-            names = self.leaves.names(leaves)
-            name = self.leaves.function_name()
+            name, names = self._describe(leaves)
             self._records.moves.count(name, {names[p]: leaves[p] for p in moved})
+
+    def _describe(self, leaves: Sequence[Any]) -> tuple[str, list[str]]:
+        """The names of the function and of the leaves, for messages."""
+        return self.leaves.function_name(), self.leaves.names(leaves)
 
     def _layout(self, axis: int | None) -> NamedSharding:
         if self._has_inner_maps:

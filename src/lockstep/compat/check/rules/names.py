@@ -42,14 +42,34 @@ def gone_name(module: Module) -> Remarks:
 
 @rule(Level.ERROR)
 def gone_attribute(module: Module) -> Remarks:
-    """Finds `x.device_buffers`, which arrays no longer have."""
-    if not _imports(module, "jax"):
+    """Finds `x.device_buffers` and `x.device()`, which arrays no longer have."""
+    if not _imports(module, "jax") or _installs(module):
         return
+    lines = set()
     for node in module.nodes:
         if isinstance(node, ast.Attribute) and not module.dotted(node):
             row = NAMES.get(f"jax.Array.{node.attr}")
-            if row is not None and row.gone and not _installs(module):
+            if row is not None and row.gone:
+                lines.add(node.lineno)
                 yield node, f"arrays have no {node.attr} any more: use {row.today}"
+    if not _defines(module, "device"):
+        for call, dotted in module.calls:
+            if _asks_for_device(call) and not dotted and call.lineno not in lines:
+                today = NAMES["jax.Array.device"].today
+                yield call, f"the device of an array is no method today: use {today}"
+
+
+def _asks_for_device(call: ast.Call) -> bool:
+    """Whether it is `x.device()`."""
+    is_method = isinstance(call.func, ast.Attribute) and call.func.attr == "device"
+    return is_method and not call.args and not call.keywords
+
+
+def _defines(module: Module, name: str) -> bool:
+    return any(
+        isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name
+        for node in module.nodes
+    )
 
 
 @rule(Level.ERROR)
