@@ -118,6 +118,43 @@ class TestNoReduction:
             p_step = jax.pmap(train_step, axis_name="batch")
         """)
 
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "g = jax.grad(loss_of, argnums=1)(params, x)",
+            'g = jax.grad(lambda image: loss_of(params, image))(batch["image"])',
+            "g = jax.vmap(jax.grad(lambda row: loss_of(params, row)))(x)",
+            "take = jax.grad(loss_of, 1); g = take(params, x + 0.1)",
+            "g = jax.value_and_grad(lambda d: loss_of(params, x + d))(delta)[1]",
+            "g = jax.grad(energy, argnums=(1, 2))(params, a, b)",
+            "g = jax.grad(by_input)(some)",
+        ],
+    )
+    def test_gradients_by_inputs_are_each_device_s_own(self, line):
+        self.found(f"""
+            def by_input(x): ...
+
+            @partial(jax.pmap, axis_name="i")
+            def attack(params, x, batch, delta, a, b, some):
+                {line}
+                return x + 0.1 * jnp.sign(g)
+        """)
+
+    def test_a_step_that_also_differentiates_by_inputs_is_still_one(self):
+        text = """
+            def penalized(params, x):
+                slope = jax.grad(critic, argnums=1)(params, x)
+                return jnp.mean((norm(slope) - 1) ** 2)
+
+            @partial(jax.pmap, axis_name="i"){mark}
+            def step(params, x):
+                grads = jax.grad(penalized)(params, x)
+                {line}
+                return params - 0.1 * grads
+        """
+        self.found(text.format(mark="", line='grads = lax.pmean(grads, "i")'))
+        self.found(text.format(mark="  # <-", line="pass"))
+
 
 class TestPmeanInLoss:
     def found(self, text):
@@ -190,80 +227,6 @@ class TestPmeanInLoss:
             @partial(jax.pmap, axis_name="i")
             def evaluate(w, x):
                 return lax.pmean(jnp.mean(w * x), "i")
-        """)
-
-
-class TestClipBeforePmean:
-    def found(self, text):
-        assert_marked("clip-before-pmean", text)
-
-    def test_a_helper(self):
-        self.found("""
-            @partial(jax.pmap, axis_name="i")
-            def step(w, x):
-                grads = jax.grad(loss)(w, x)
-                grads = clip_by_global_norm(grads, 1.0)  # <-
-                grads = lax.pmean(grads, "i")
-                return w - grads
-        """)
-
-    def test_nested_in_the_call(self):
-        self.found("""
-            def step(w, grads):
-                return w - lax.pmean(clip_grads(grads), "i")  # <-
-        """)
-
-    def test_element_by_element(self):
-        self.found("""
-            def step(w, grads):
-                grads = jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads)  # <-
-                return lax.pmean(grads, axis_name="i")
-        """)
-
-    def test_an_optax_transformation(self):
-        self.found("""
-            clipper = optax.clip_by_global_norm(1.0)
-
-            def step(w, grads, state):
-                grads, state = clipper.update(grads, state)  # <-
-                return lax.pmean(grads, axis_name="i")
-        """)
-
-    def test_after_the_average_is_right(self):
-        self.found("""
-            optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-
-            @partial(jax.pmap, axis_name="i")
-            def step(w, x, state):
-                grads = lax.pmean(jax.grad(loss)(w, x), "i")
-                grads = clip_by_global_norm(grads, 1.0)
-                updates, state = optimizer.update(grads, state)
-                return optax.apply_updates(w, updates), lax.pmean(norm(grads), "i")
-        """)
-
-    def test_rows_clipped_one_by_one_are_right(self):
-        self.found("""
-            @partial(jax.pmap, axis_name="i")
-            def private_step(w, x):
-                row_grads = jax.vmap(jax.grad(loss), (None, 0))(w, x)
-                grads = jax.tree.map(jnp.sum, clip_rows(row_grads, 1.0))
-                return w - lax.pmean(grads, "i")
-        """)
-
-    def test_so_is_what_is_averaged_and_clipped_again(self):
-        self.found("""
-            def step(w, x):
-                grads = lax.pmean(jax.grad(loss)(w, x), "i")
-                clipped = clip(grads)
-                return lax.pmean(clipped, "i")
-        """)
-
-    def test_ratios_and_losses_may_be_clipped(self):
-        self.found("""
-            def step(ratio, advantage):
-                surrogate = jnp.clip(ratio, 0.8, 1.2) * advantage
-                ratio = jnp.clip(ratio, 0.8, 1.2)
-                return lax.pmean(surrogate.mean(), "i"), lax.pmean(ratio, "i")
         """)
 
 

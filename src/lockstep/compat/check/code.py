@@ -113,6 +113,10 @@ class Code:
                 return ""
         return ""
 
+    def is_call_of(self, node: ast.AST, names: set[str]) -> bool:
+        """Whether a node calls one of these dotted names."""
+        return isinstance(node, ast.Call) and self.dotted(node.func) in names
+
     def binding(self, node: ast.AST | None) -> Binding | None:
         """What a name that stands somewhere is bound to there."""
         return self.scopes.binding(node) if isinstance(node, ast.Name) else None
@@ -120,9 +124,15 @@ class Code:
     def value(self, node: ast.AST | None) -> ast.expr | None:
         """The expression that a name was given; of any other node the node itself.
 
-        Of `a, b = f()`, both have the value `f()`.
+        Of `a, b = f()`, both have the value `f()`; of `self.a` what the class gives it.
         """
         for _ in range(20):
+            if isinstance(node, ast.Attribute):
+                given = self._member(node)
+                if not isinstance(given, ast.expr):
+                    break
+                node = given
+                continue
             if not isinstance(node, ast.Name):
                 break
             binding = self.scopes.binding(node)

@@ -1,10 +1,7 @@
 """The rules, in the order in which their findings are explained."""
 
-from lockstep.compat.check.rules.gradients import (
-    clip_before_pmean,
-    no_reduction,
-    pmean_in_loss,
-)
+from lockstep.compat.check.rules.clipping import clip_before_pmean
+from lockstep.compat.check.rules.gradients import no_reduction, pmean_in_loss
 from lockstep.compat.check.rules.keys import (
     keys_split_in_batches,
     one_key_for_all_devices,

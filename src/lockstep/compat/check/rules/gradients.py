@@ -1,4 +1,4 @@
-"""Gradients over devices: averaged once, after they are taken, before they are used."""
+"""Gradients over devices: averaged once, after they are taken."""
 
 import ast
 import re
@@ -9,12 +9,11 @@ from lockstep.compat.check.code import (
     FUNCTIONS,
     GRADS,
     REDUCTIONS,
-    TREE_MAPS,
-    Code,
     constant,
     keyword,
     last_name,
 )
+from lockstep.compat.check.differentiated import is_by_inputs
 from lockstep.compat.check.findings import Level
 from lockstep.compat.check.mapped import Mapped
 from lockstep.compat.check.module import Module, Remarks, rule
@@ -39,8 +38,7 @@ def no_reduction(module: Module) -> Remarks:
         if mapped.function is None:
             continue
         nodes = module.reach(mapped.function)
-        takes_gradients = any(_is_call(module, node, GRADS) for node in nodes)
-        if takes_gradients and not _may_reduce(module, mapped, nodes):
+        if _trains(module, nodes) and not _may_reduce(module, mapped, nodes):
             yield (
                 mapped.node,
                 f"{mapped.name} takes gradients and never averages them over the "
@@ -48,6 +46,14 @@ def no_reduction(module: Module) -> Remarks:
                 "batch: add grads = jax.lax.pmean(grads, axis_name); if separate "
                 "models are meant, this is right",
             )
+
+
+def _trains(module: Module, nodes: list[ast.AST]) -> bool:
+    """Whether gradients are taken by what the devices are to share."""
+    return any(
+        module.is_call_of(node, GRADS) and not is_by_inputs(module, node, nodes)
+        for node in nodes
+    )
 
 
 def _may_reduce(module: Module, mapped: Mapped, nodes: list[ast.AST]) -> bool:
@@ -79,7 +85,7 @@ def _optimizer_reduces(module: Module, call: ast.Call) -> bool:
     parts = ast.walk(made) if made is not None else ()
     functions = [module.function(p.func) for p in parts if isinstance(p, ast.Call)]
     return any(
-        _is_call(module, node, REDUCTIONS)
+        module.is_call_of(node, REDUCTIONS)
         for function in functions
         if function is not None
         for node in ast.walk(function)
@@ -111,7 +117,7 @@ def pmean_in_loss(module: Module) -> Remarks:
         if loss is None or _averages_after(module, call, loss):
             continue
         for returned in _losses(module, call, loss):
-            if _is_call(module, returned, AVERAGES):
+            if module.is_call_of(returned, AVERAGES):
                 yield (
                     returned,
                     "the loss is averaged over devices before its gradient is taken: "
@@ -138,7 +144,7 @@ def _averages_after(module: Module, grad: ast.Call, loss: Function) -> bool:
     inside = set(ast.walk(loss))
     taken = _targets_of(module, grad)
     for node in ast.walk(around):
-        if node not in inside and _is_call(module, node, AVERAGES):
+        if node not in inside and module.is_call_of(node, AVERAGES):
             names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             if names & taken or any(map(_GRAD_NAME.search, names)):
                 return True
@@ -153,64 +159,3 @@ def _targets_of(module: Module, node: ast.AST) -> set[str]:
         if isinstance(around, ast.stmt):
             break
     return set()
-
-
-@rule(Level.WARNING)
-def clip_before_pmean(module: Module) -> Remarks:
-    """Finds gradients clipped on each device before they are averaged."""
-    for call, dotted in module.calls:
-        if dotted in AVERAGES and call.args:
-            made = module.value(call.args[0])
-            if isinstance(made, ast.Call) and _clips_gradients(module, made):
-                yield (
-                    made,
-                    "gradients are clipped before they are averaged, so that each "
-                    "device clips its own part and the result depends on their "
-                    "number: average first, then clip",
-                )
-
-
-def _clips_gradients(module: Module, call: ast.Call) -> bool:
-    if not call.args or not _is_clip(module, call):
-        return False
-    gradients = [a for a in call.args if _GRAD_NAME.search(last_name(a))]
-    return any(
-        not _is_per_row(module, g) and not _is_averaged(module, g) for g in gradients
-    )
-
-
-def _is_clip(module: Module, call: ast.Call) -> bool:
-    if module.dotted(call.func) in TREE_MAPS:
-        function = module.function(call.args[0])
-        inside = ast.walk(function.body) if isinstance(function, ast.Lambda) else ()
-        return any(
-            isinstance(n, ast.Call) and "clip" in last_name(n.func) for n in inside
-        )
-    if last_name(call.func) == "update" and isinstance(call.func, ast.Attribute):
-        made = module.value(call.func.value)  # clipper = optax.clip_by_global_norm(1.0)
-        return isinstance(made, ast.Call) and last_name(made.func).startswith("clip")
-    return "clip" in last_name(call.func)
-
-
-def _is_per_row(module: Module, gradients: ast.expr) -> bool:
-    """Whether these are gradients of single rows, which are clipped one by one."""
-    made = module.value(gradients)
-    inside = [made, *ast.walk(made)] if made is not None else []
-    calls = (n for n in inside if isinstance(n, ast.Call))
-    for call in calls:
-        functions = [module.dotted(call.func)]
-        target = module.value(call.func)
-        if isinstance(target, ast.Call):
-            functions.append(module.dotted(target.func))
-        if "jax.vmap" in functions:
-            return True
-    return False
-
-
-def _is_averaged(module: Module, gradients: ast.expr) -> bool:
-    made = module.value(gradients)
-    return made is not None and _is_call(module, made, AVERAGES)
-
-
-def _is_call(code: Code, node: ast.AST, names: set[str]) -> bool:
-    return isinstance(node, ast.Call) and code.dotted(node.func) in names
