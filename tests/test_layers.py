@@ -22,7 +22,7 @@ LAYERS = tuple(
         """notices tree simulation devices distributed""",
         # 1: values on devices
         """sharding placement rng metrics signatures compiles
-        observers printing varying replicas""",
+        observers printing varying replicas packing elementwise""",
         # 2: one step: the train step, then any step on all devices
         """reduce step first_step parallel memory transfers""",
         # 3: data in, numbers out

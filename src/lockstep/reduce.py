@@ -11,13 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lockstep.packing import Packing
+
 
 def psum_tree(tree: Any, axis_name: str) -> Any:
     """The sum of a tree over the devices of `axis_name`, in one collective.
 
     16-bit floats travel and are added in float32: eight equal bfloat16 gradients have
     a sum that bfloat16 cannot hold, and some backends abort on a 16-bit reduction.
-    Leaves of one dtype share one all-reduce; integers need a second one.
+    Leaves of one dtype share one all-reduce, the small ones as one vector; integers
+    need a second one.
 
     Args:
         tree: arrays of any shapes, of equal shapes on all devices.
@@ -34,7 +37,9 @@ def psum_tree(tree: Any, axis_name: str) -> Any:
         >>> total({"rows": jnp.arange(4.0)})
         {'rows': Array([6.], dtype=float32)}
     """
-    total = lax.psum(jax.tree.map(widen, tree), axis_name)
+    wide = jax.tree.map(widen, tree)
+    packing = Packing.of(wide)
+    total = packing.unpack(lax.psum(packing.pack(wide).parts, axis_name))
     return jax.tree.map(lambda x, old: x.astype(old.dtype), total, tree)
 
 

@@ -18,6 +18,7 @@ from lockstep import first_step, observers, placement
 from lockstep.compiles import CompileLog
 from lockstep.parallel import out_of_memory, program, real_rows, several
 from lockstep.parallel.arguments import Placer
+from lockstep.parallel.carried import Carrier
 from lockstep.parallel.last_call import LastCall
 from lockstep.parallel.options import Options
 from lockstep.parallel.padding import PaddingCheck
@@ -71,6 +72,7 @@ class ParallelStep:
             shards=self.mesh.shape[self.axis_name] if self.view == "device" else 1,
             microbatches=microbatches,
         )
+        self._carrier = Carrier(options)
         self._placer = Placer(
             self.mesh,
             self.axis_name,
@@ -91,9 +93,9 @@ class ParallelStep:
             raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        last = self._last_call
-        if last and not kwargs and last.is_like((*args, {}), self._key_shapes(args)):
-            return self._finish(last.program, last.program.run(*args, {}))
+        last, seen = self._last_call, (*self._carrier.seen(args), {})
+        if last and not kwargs and last.is_like(seen, self._key_shapes(args)):
+            return self._finish(last.program, last.program.run(*seen))
         first_step.present(self, args, kwargs)
         placed = self._place(args, kwargs)
         if self._padding_check.concerns(placed):
@@ -115,7 +117,7 @@ class ParallelStep:
             The state after the last step, and what each step returned beside it.
         """
         if len(calls) > 1 and not self.observers:
-            state = self.place_state(state)
+            (state,) = self._carrier.carry((self.place_state(state),))
             placed = tuple(
                 (*(self._place_one(i, arg) for i, arg in enumerate(call, 1)), {})
                 for call in calls
@@ -158,12 +160,16 @@ class ParallelStep:
         self._run_ahead.add(current.readable((state, rest)) if token is None else token)
         if self.compiles.count > compiled:
             self.compiles.finish(time.perf_counter() - started)
-        return state, [
+        return self._carrier.show_state(state), [
             outs[0] if len(outs) == 1 else tuple(outs) for outs, _ in results
         ]
 
     def place_state(self, state: Any) -> Any:
         """The state on the mesh: host leaves are copied, placed leaves stay."""
+        carried = self._carrier.known(state)
+        if carried is not None:
+            placed = self._placer.state(carried, self._options.name(0))
+            return state if placed is carried else self._carrier.show_state(placed)
         state = self._placer.state(state, self._options.name(0))
         if not self._strong:
             return state
@@ -190,7 +196,8 @@ class ParallelStep:
         them nothing is placed.
         """
         described = any(map(_is_description, jax.tree.leaves(args)))
-        placed = wrap((*args, kwargs) if described else self._place(args, kwargs))
+        placed = (*args, kwargs) if described else self._place(args, kwargs)
+        placed = wrap(placed if described else self._carrier.carry(placed))
         current = self._program(placed, self._key_shapes(placed[:-1]))
         if current.strong:
             placed = (program.strengthen(placed[0], current.strong), *placed[1:])
@@ -273,6 +280,7 @@ class ParallelStep:
 
     def _run(self, placed: tuple[Any, ...]) -> Any:
         """Run one step on placed arguments, compiling it where they are new."""
+        placed = self._carrier.carry(placed)
         if not self._placer.is_placed(jax.tree.leaves(placed)):
             placed = wrap(placed)  # what is on no device is static
         shapes = self._key_shapes(placed[:-1])
@@ -297,9 +305,10 @@ class ParallelStep:
             outputs = unwrap(outputs)
         if self._compare_replicas and current.view and current.view.suspects:
             self._compare_replicas = False
-            check_replicas(current.state_of(outputs), name=self._options.name(0))
+            state = self._carrier.show_state(current.state_of(outputs))
+            check_replicas(state, name=self._options.name(0))
         self._run_ahead.add(current.readable(outputs) if token is None else token)
-        return outputs
+        return self._carrier.show(outputs)
 
     def _program(self, args: tuple[Any, ...], shapes: Any) -> program.Program:
         """The program for this structure of arguments, built when it is new."""

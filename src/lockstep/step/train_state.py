@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lockstep import tree
+from lockstep.packing import unpack
 from lockstep.reduce import widen
 from lockstep.step.scaling import ScaleState
 
@@ -36,7 +37,42 @@ class TrainState:
     model_state: Any = None
     key: Any = None
     loss_scale: ScaleState | None = None
-    ema: Any = None
+    # By a factory, for a plain default is found on the class before __getattr__.
+    ema: Any = dataclasses.field(default_factory=lambda: None)
+
+    @classmethod
+    def over(cls, carried: "TrainState", owner: Any) -> "TrainState":
+        """The ordinary state over one with packed trees, unpacked when looked at.
+
+        Args:
+            carried: a state with packed trees.
+            owner: the step that carries it on.
+        """
+        view = object.__new__(cls)
+        packed = {name: getattr(carried, name) for name in _PACKED}
+        ready = {f.name: getattr(carried, f.name) for f in dataclasses.fields(cls)}
+        ready = {name: ready[name] for name in ready if name not in packed}
+        vars(view).update(ready, _carried=carried, _owner=owner)
+        return view
+
+    def carried_by(self, owner: Any) -> "TrainState | None":
+        """What this state is a view over, if that step made it."""
+        return vars(self).get("_carried") if vars(self).get("_owner") is owner else None
+
+    def __getattr__(self, name: str) -> Any:
+        """Unpack a tree at the first look."""
+        carried = vars(self).get("_carried")
+        if carried is None or name not in _PACKED:
+            raise AttributeError(f"TrainState has no attribute {name!r}")
+        value = getattr(carried, name)
+        for path, leaf in tree.named_leaves(value, f"state.{name}"):
+            tree.check_leaf_alive(leaf, path)
+        return vars(self).setdefault(name, unpack(value))
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles are ordinary states."""
+        fields = dataclasses.fields(self)
+        return TrainState, tuple(getattr(self, field.name) for field in fields)
 
     @property
     def eval_params(self) -> Any:
@@ -50,6 +86,9 @@ class TrainState:
         if self.ema is None:
             return self.params
         return jax.tree.map(lambda e, p: e.astype(p.dtype), self.ema, self.params)
+
+
+_PACKED = ("params", "opt_state", "ema")
 
 
 def check_params(params: Any) -> None:

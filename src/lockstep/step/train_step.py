@@ -1,6 +1,7 @@
 """A training step made from a loss and an optimizer."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from lockstep.metrics import Mean
 from lockstep.notices import say_once
+from lockstep.packing import Packed, unpack
 from lockstep.placement import MaskedBatch, count_rows
 from lockstep.reduce import axis_size, psum_tree
 from lockstep.rng import check_key, device_key, step_key
@@ -17,6 +19,7 @@ from lockstep.step.accumulate import Sums, sum_gradients
 from lockstep.step.gradients import average, clip, global_norm
 from lockstep.step.loss import Loss
 from lockstep.step.outcome import Outcome, evaluate_loss
+from lockstep.step.packed import PackingChoice, pack_state, update
 from lockstep.step.scaling import DynamicScale
 from lockstep.step.train_state import (
     TrainState,
@@ -57,6 +60,10 @@ class TrainStep:
     mask: str | None
 
     __name__ = "train_step"
+
+    @functools.cached_property
+    def _packing_of(self) -> PackingChoice:
+        return PackingChoice(self.optimizer)
 
     @property
     def view(self) -> str:
@@ -128,12 +135,49 @@ class TrainStep:
                 f"the state is {type(state).__name__}, not a TrainState: make it with "
                 "step.init(params)"
             )
+        carried = self.carry(state)
+        if carried is not state:
+            new, metrics = self(carried, batch, key)
+            return unpack(new), metrics
         self._check_parts(state)
         key = self._key_of(state, key)
         sums = self._sums(state, batch, key)
         rows = count_rows(batch) // self.accumulate
         grads = average(sums.grads, sums.loss.count / rows, self._scale_of(state))
         return self._advance(state, grads, sums)
+
+    def carry(self, state: TrainState) -> TrainState:
+        """The form in which the state goes from call to call: packed, or as it is."""
+        if self.axis_name is None or isinstance(state.params, Packed):
+            return state
+        made_here = state.carried_by(self)
+        if made_here is not None:
+            return made_here
+        packing = self._packing_of(state)
+        return state if isinstance(packing, str) else pack_state(state, packing)
+
+    def show(self, carried: TrainState) -> TrainState:
+        """An ordinary state over a carried one; it unpacks what somebody looks at."""
+        if isinstance(carried.params, Packed):
+            return TrainState.over(carried, self)
+        return carried
+
+    def why_unpacked(self, state: TrainState) -> str | None:
+        """Why the small leaves of a state are not packed; `None` where they are.
+
+        Example:
+            >>> import optax
+            >>> from lockstep.step import make_train_step
+            >>> step = make_train_step(lambda w, x: w * x, optax.sgd(0.1))
+            >>> step.why_unpacked(step.init(jnp.ones(())))
+            'the step is of the global view, where the compiler sums the gradients'
+        """
+        if self.axis_name is None:
+            return (
+                "the step is of the global view, where the compiler sums the gradients"
+            )
+        packing = self._packing_of(state)
+        return f"the optimizer {packing}" if isinstance(packing, str) else None
 
     def _check_parts(self, state: TrainState) -> None:
         """Refuse the state of a step with other options."""
@@ -205,6 +249,7 @@ class TrainStep:
     def _evaluate(self, *args: Any) -> tuple[jax.Array, Outcome]:
         """One microbatch: `(params, model_state, batch, key)` to sums."""
         parts = self.accumulate > 1 or self.axis_name is not None
+        args = unpack(args[0]), *args[1:]
         return evaluate_loss(self.loss, *args, mask_name=self.mask, parts=parts)
 
     def _differs(self, args: tuple[Any, Any, Any, Any]) -> list[bool]:
@@ -244,10 +289,8 @@ class TrainStep:
         import optax
 
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        optimizer = optax.with_extra_args_support(self.optimizer)
-        # Some transformations, as reduce_on_plateau, look at the loss.
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, value=sums.loss.compute()
+        updates, opt_state = update(
+            self.optimizer, grads, state.opt_state, state.params, sums.loss.compute()
         )
         params = optax.apply_updates(state.params, updates)
         params = keep_types(state.params, params, "state.params")

@@ -1,0 +1,142 @@
+"""Many small leaves in one vector: what costs by the leaf is then paid once.
+
+An all-reduce, an optimizer's arithmetic and an argument of a compiled program each cost
+some microseconds a leaf and device, however small the leaf is. Leaves of one dtype are
+therefore joined; large leaves stay as they are, for joining them is a copy.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Measured: docs/performance.md, "Packed leaves".
+SMALL_BYTES = 64 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Which leaves of a tree go where.
+
+    Attributes:
+        structure: the tree's.
+        shapes: of its leaves.
+        slots: for each part of the packed form the numbers of its leaves: several are
+            joined in one vector, and one by itself stays as it is.
+    """
+
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+    slots: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, tree: Any, small_bytes: int = SMALL_BYTES) -> "Packing":
+        """Join all leaves of one dtype that are below a size.
+
+        Example:
+            >>> tree = {"b": jnp.ones(2), "w": jnp.ones((2, 2)), "x": jnp.ones(9, int)}
+            >>> Packing.of(tree).slots
+            ((0, 1), (2,))
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        groups: dict[Any, list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            small = math.prod(leaf.shape) * leaf.dtype.itemsize < small_bytes
+            groups.setdefault(leaf.dtype if small else i, []).append(i)
+        shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+        return cls(structure, shapes, tuple(map(tuple, groups.values())))
+
+    @property
+    def joined(self) -> int:
+        """How many leaves are in vectors."""
+        return sum(len(slot) for slot in self.slots if len(slot) > 1)
+
+    def pack(self, tree: Any) -> "Packed":
+        """A tree of this form, packed; of one dtype in each slot.
+
+        Example:
+            >>> tree = {"b": jnp.ones(2), "w": jnp.zeros((2, 2))}
+            >>> Packing.of(tree).pack(tree).parts
+            (Array([1., 1., 0., 0., 0., 0.], dtype=float32),)
+        """
+        leaves = jax.tree.leaves(tree)
+        return Packed(
+            tuple(
+                leaves[slot[0]] if len(slot) == 1 else _join([leaves[i] for i in slot])
+                for slot in self.slots
+            ),
+            self,
+        )
+
+    def unpack(self, parts: tuple[Any, ...]) -> Any:
+        """The tree again."""
+        leaves: dict[int, Any] = {}
+        for slot, part in zip(self.slots, parts, strict=True):
+            shapes = tuple(self.shapes[i] for i in slot)
+            found = [part] if len(slot) == 1 else _split(part, shapes)
+            leaves.update(zip(slot, found, strict=True))
+        return jax.tree.unflatten(self.structure, [leaves[i] for i in sorted(leaves)])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A packed tree, itself a tree with one leaf for each slot.
+
+    Attributes:
+        parts: vectors `[sum of sizes]`, and large leaves.
+        packing: how to unpack them.
+    """
+
+    parts: tuple[Any, ...]
+    packing: Packing = dataclasses.field(metadata={"static": True})
+
+    def unpack(self) -> Any:
+        """The tree again."""
+        return self.packing.unpack(self.parts)
+
+
+def pack(trees: Any, packing: Packing) -> Any:
+    """Pack all subtrees that have the packing's structure.
+
+    Example:
+        >>> params = [jnp.ones(2), jnp.zeros(2)]
+        >>> pack({"mu": params, "count": 0}, Packing.of(params))["mu"].parts
+        (Array([1., 1., 0., 0.], dtype=float32),)
+    """
+
+    def like(node: Any) -> bool:
+        return jax.tree.structure(node) == packing.structure
+
+    def packed(node: Any) -> Any:
+        return packing.pack(node) if like(node) else node
+
+    return jax.tree.map(packed, trees, is_leaf=like)
+
+
+def unpack(trees: Any) -> Any:
+    """Unpack all packed subtrees; without any, the same trees."""
+
+    def whole(node: Any) -> Any:
+        return node.unpack() if isinstance(node, Packed) else node
+
+    return jax.tree.map(whole, trees, is_leaf=lambda node: isinstance(node, Packed))
+
+
+@jax.jit
+def _join(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])
+
+
+def _split_up(vector: jax.Array, shapes: tuple[tuple[int, ...], ...]) -> list[Any]:
+    ends, total = [], 0
+    for shape in shapes[:-1]:
+        total += math.prod(shape)
+        ends.append(total)
+    pieces = jnp.split(vector, ends)
+    return [jnp.reshape(p, shape) for p, shape in zip(pieces, shapes, strict=True)]
+
+
+_split = jax.jit(_split_up, static_argnums=1)

@@ -1,0 +1,131 @@
+"""A train state with its small leaves in vectors, as the device view carries it on.
+
+The parameters, every tree of the optimizer that is like them, and the moving average
+are packed alike; the optimizer then runs on the packed trees as if they were the
+parameters. That is allowed where its update, read from its jaxpr, is the same formula
+for every number of the joined leaves.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lockstep.elementwise import Form, Leaf, NotElementwise, check_same
+from lockstep.packing import Packing, pack
+from lockstep.step.train_state import TrainState
+from lockstep.tree import is_array
+
+# Below this many leaves in vectors nothing would be gained.
+WORTHWHILE = 8
+
+
+class PackingChoice:
+    """Whether the states of one optimizer are packed, and how; decided once a form."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """Nothing is traced yet."""
+        self._optimizer = optimizer
+        self._known: dict[Any, Packing | str] = {}
+
+    def __call__(self, state: TrainState) -> Packing | str:
+        """The packing of an ordinary state, or why it has none.
+
+        Args:
+            state: of arrays, of tracers or of descriptions.
+        """
+        leaves, structure = jax.tree.flatten((state.params, state.opt_state))
+        if not all(map(is_array, leaves)):
+            return "has values in its state that are no arrays"
+        key = structure, *((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        if key not in self._known:
+            try:
+                self._known[key] = find_packing(self._optimizer, state)
+            except NotElementwise as why:
+                self._known[key] = str(why)
+        return self._known[key]
+
+
+def find_packing(optimizer: Any, state: TrainState) -> Packing:
+    """How the small leaves of a state may be packed for an optimizer.
+
+    Raises:
+        NotElementwise: they may not, or it would gain nothing; says why.
+    """
+    packing = Packing.of(state.params)
+    if packing.joined < WORTHWHILE:
+        raise NotElementwise(f"has only {packing.joined} small leaves to join")
+    check_optimizer(optimizer, state, packing)
+    return packing
+
+
+def check_optimizer(optimizer: Any, state: TrainState, packing: Packing) -> None:
+    """Check that an optimizer does to packed trees what it does to the leaves.
+
+    Raises:
+        NotElementwise: it does not, or it cannot be seen.
+    """
+    params, opt_state = jax.tree.map(_describe, (state.params, state.opt_state))
+    packed = jax.eval_shape(lambda t: pack(t, packing), (params, opt_state))
+    slot_of = {i: slot for slot, leaves in enumerate(packing.slots) for i in leaves}
+    whole = _form(optimizer, params, opt_state, slot_of)
+    parts = _form(optimizer, *packed, {i: i for i in range(len(packing.slots))})
+    check_same(whole, parts)
+
+
+def pack_state(state: TrainState, packing: Packing) -> TrainState:
+    """A state with every tree that is like the parameters packed."""
+    trees = state.params, state.opt_state, state.ema
+    params, opt_state, ema = pack(trees, packing)
+    return dataclasses.replace(state, params=params, opt_state=opt_state, ema=ema)
+
+
+def update(
+    optimizer: Any, grads: Any, opt_state: Any, params: Any, loss: Any
+) -> tuple[Any, Any]:
+    """The updates and the optimizer's new state.
+
+    Some transformations, as `reduce_on_plateau`, look at the loss.
+    """
+    import optax
+
+    optimizer = optax.with_extra_args_support(optimizer)
+    return optimizer.update(grads, opt_state, params, value=loss)
+
+
+def _form(optimizer: Any, params: Any, opt_state: Any, slots: dict[int, int]) -> Form:
+    """One form of an optimizer's update, and which leaves are like parameters."""
+
+    def fn(grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:
+        updates, new = update(optimizer, grads, opt_state, params, loss)
+        if jax.tree.structure((updates, new)) != jax.tree.structure(
+            (params, opt_state)
+        ):
+            raise NotElementwise("changes the structure of its state")
+        return updates, new
+
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    structure = jax.tree.structure(params)
+
+    def leaves(role: str) -> list[Leaf | None]:
+        return [Leaf(role, i, slots[i]) for i in range(len(shapes))]
+
+    def like(node: Any) -> bool:
+        return jax.tree.structure(node) == structure
+
+    roles: list[Leaf | None] = []
+    for i, node in enumerate(jax.tree.leaves(opt_state, is_leaf=like)):
+        if like(node) and [x.shape for x in jax.tree.leaves(node)] != shapes:
+            raise NotElementwise("keeps values of other shapes than the parameters'")
+        roles += leaves(f"state {i}") if like(node) else [None]
+    return Form(
+        fn,
+        (params, opt_state, params, jax.ShapeDtypeStruct((), jnp.float32)),
+        inputs=[*leaves("grads"), *roles, *leaves("params"), None],
+        outputs=[*leaves("updates"), *roles],
+    )
+
+
+def _describe(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
