@@ -70,7 +70,8 @@ def check_optimizer(optimizer: Any, state: TrainState, packing: Packing) -> None
     packed = jax.eval_shape(lambda t: pack(t, packing), (params, opt_state))
     slot_of = {i: slot for slot, leaves in enumerate(packing.slots) for i in leaves}
     whole = _form(optimizer, params, opt_state, slot_of)
-    parts = _form(optimizer, *packed, {i: i for i in range(len(packing.slots))})
+    slots = {i: i for i in range(len(packing.slots))}
+    parts = _form(optimizer, packed[0], packed[1], slots)
     check_same(whole, parts)
 
 
