@@ -42,7 +42,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+	$(BIN)/python benchmarks/table.py $(ARGS)
 
 lock:
 	for version in 3.11 3.12 3.13; do \

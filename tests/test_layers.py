@@ -19,18 +19,18 @@ LAYERS = tuple(
     set(names.split())
     for names in (
         # 0: the machine, and trees of values
-        """notices tree simulation devices distributed""",
+        """notices tree simulation devices distributed preemption""",
         # 1: values on devices
         """sharding placement rng metrics signatures compiles
-        observers printing varying replicas packing elementwise""",
+        observers printing varying replicas packing elementwise source_lines""",
         # 2: one step: the train step, then any step on all devices
-        """reduce step first_step parallel memory transfers""",
+        """reduce fixed_order step first_step parallel memory transfers""",
         # 3: data in, numbers out
-        """data evaluation writers""",
+        """data evaluation writers checkpoint""",
         # 4: many steps
         """loop callbacks""",
         # 5: the command line
-        """doctor launch rehearse watch replay cli __main__""",
+        """bench doctor launch processes rehearse watch replay cli __main__""",
     )
 )
 # Side packages: the highest layer that they import, and the lowest that imports them.

@@ -18,6 +18,17 @@ app = typer.Typer(
 # Options end at the script's name: what follows belongs to the script.
 _OPTIONS_FIRST = {"allow_interspersed_args": False}
 
+_Args = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS", help="Its arguments, options included."),
+]
+_Module = Annotated[
+    bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")
+]
+_Simulate = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Run on N simulated CPU devices."),
+]
 _Compat = Annotated[
     bool, typer.Option("--compat", help="Restore the names of the pmap era.")
 ]
@@ -86,25 +97,36 @@ def doctor(
     raise typer.Exit(0 if examine(size_mib) else 1)
 
 
+_Processes = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Run in N processes of this machine, each with --simulate's devices.",
+    ),
+]
+_MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        min=0, metavar="K", help="After a failure, start all processes again."
+    ),
+]
+
+
 @app.command(context_settings=_OPTIONS_FIRST)
 def run(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script to run.")],
-    args: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGS", help="Its arguments, options included."),
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")
-    ] = False,
-    simulate: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Run on N simulated CPU devices."),
-    ] = None,
+    args: _Args = None,
+    module: _Module = False,
+    simulate: _Simulate = None,
     compat: _Compat = False,
     era_random: _EraRandom = False,
     rehearse: _Rehearse = None,
     watch: _Watch = False,
     watch_every: _WatchEvery = 100,
+    processes: _Processes = None,
+    max_restarts: _MaxRestarts = 0,
 ) -> None:
     """Run a training script or notebook, as python would; exit with its exit code.
 
@@ -113,7 +135,13 @@ def run(
     Example: lockstep run --simulate 8 train.py --lr 3e-4
     """
     from lockstep import launch
+    from lockstep.processes import child, run_processes
 
+    if processes is not None:
+        again = [*_options_of(context, "processes", "max_restarts"), script]
+        again += args or ()
+        raise typer.Exit(run_processes(processes, again, max_restarts=max_restarts))
+    child.end_with_launcher()
     program = launch.Program(script, tuple(args or ()), module)
     with ExitStack() as setup:
         if count := simulate or rehearse:
@@ -135,6 +163,55 @@ def run(
         except launch.CannotStart as error:
             typer.echo(f"lockstep run: {error}", err=True)
             raise typer.Exit(2) from None
+
+
+def _options_of(context: typer.Context, *left_out: str) -> list[str]:
+    """The options of a command as they were given, for another process."""
+    given = []
+    for option in context.command.params:
+        value = context.params.get(option.name or "")
+        if option.param_type_name != "option" or option.name in left_out:
+            continue
+        if value is True:
+            given.append(option.opts[0])
+        elif value not in (None, False):
+            given += [option.opts[0], str(value)]
+    return given
+
+
+@app.command()
+def bench(
+    where: Annotated[str, typer.Argument(metavar="FILE.py:MAKE", help="Its maker.")],
+    simulate: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Run on N simulated CPU devices."),
+    ] = None,
+    turns: Annotated[int, typer.Option(min=2, help="Turns of 0.1 s for each.")] = 10,
+) -> None:
+    """Time the ways to train your own step, and say which is fastest here.
+
+    MAKE is a function without arguments that returns (loss, optimizer, params, batch),
+    or (step, state, batch). The ways take turns: hand-written jit and shard_map,
+    parallelize, and make_train_step in both views.
+
+    Example: lockstep bench --simulate 8 my_step.py:make
+    """
+    from lockstep import launch
+
+    with ExitStack() as setup:
+        if simulate:
+            setup.enter_context(launch.simulated(simulate))
+        from lockstep.bench import compare, workload
+        from lockstep.devices import make_mesh
+
+        try:
+            work = workload.load(where)
+        except ValueError as error:
+            typer.echo(f"lockstep bench: {error}", err=True)
+            raise typer.Exit(2) from None
+        mesh = make_mesh()
+        rows = compare.compare(work, mesh, turns=turns)
+        typer.echo(compare.describe(rows, work, mesh))
 
 
 @app.command()
@@ -174,12 +251,15 @@ def check(
     """
     from lockstep.compat.check import REPORTS, Level, check
 
+    asked = {"json": json, "sarif": sarif, "github": github}
+    kind, *others = [kind for kind, is_asked in asked.items() if is_asked] or ["text"]
+    if others:
+        raise typer.BadParameter(f"--{kind} and --{others[0]}: one report at a time")
     if fix:
         from lockstep.compat.fix import fix as rewrite
 
         for path in rewrite(paths):
             typer.echo(f"rewrote {path}", err=True)
     findings = check(paths)
-    kind = "json" if json else "sarif" if sarif else "github" if github else "text"
     typer.echo(REPORTS[kind](findings))
     raise typer.Exit(any(finding.level is Level.ERROR for finding in findings))

@@ -1,0 +1,1 @@
+"""Contenders on one piece of work, timed in turns: `lockstep bench`."""

@@ -1,0 +1,95 @@
+"""What is timed: a loss, an optimizer, parameters and a batch, made by the user."""
+
+import dataclasses
+import importlib
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+FORM = (
+    "return (loss, optimizer, params, batch), a lockstep.bench.workload.Workload, or "
+    "(step, state, batch) for a step of your own"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A training to be timed.
+
+    Attributes:
+        loss: `(params, batch) -> loss` or `(loss, metrics)`, or with `model_state`
+            `(params, model_state, batch) -> loss, (metrics, model_state)`; a scalar
+            loss. Device-view contenders call `device_loss` if there is one.
+        optimizer: an optax optimizer.
+        params: the parameters.
+        batch: a global batch of NumPy arrays, `[B, ...]`.
+        model_state: what the loss carries on, such as BatchNorm's statistics.
+        device_loss: the same loss for one shard, with the axis "data" bound.
+    """
+
+    loss: Callable[..., Any]
+    optimizer: Any
+    params: Any
+    batch: Any
+    model_state: Any = None
+    device_loss: Callable[..., Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnStep:
+    """A step that the user wrote: `(state, batch) -> (state, metrics)`."""
+
+    step: Callable[..., Any]
+    state: Any
+    batch: Any
+
+
+def load(where: str) -> Workload | OwnStep:
+    """Call the maker at `file.py:name` or `module:name`.
+
+    Raises:
+        ValueError: no such place, or what it returned has no known form.
+    """
+    source, _, name = where.rpartition(":")
+    if not source:
+        raise ValueError(f"{where!r} names no function: write it as my_step.py:make")
+    namespace = _names_in(source)
+    if name not in namespace:
+        raise ValueError(f"there is no {name!r} in {source}")
+    return read(namespace[name]())
+
+
+def read(made: Any) -> Workload | OwnStep:
+    """What a maker returned, in one of the known forms.
+
+    Example:
+        >>> read((len, 0, [1])).batch
+        [1]
+    """
+    if isinstance(made, Workload | OwnStep):
+        return made
+    if isinstance(made, tuple) and len(made) == 4:
+        return Workload(*made)
+    if isinstance(made, tuple) and len(made) == 3:
+        return OwnStep(*made)
+    what = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
+    raise ValueError(f"the maker returned {what}: {FORM}")
+
+
+def row_count(work: Workload | OwnStep) -> int:
+    """The rows of the global batch."""
+    return len(next(x for x in jax.tree.leaves(work.batch) if getattr(x, "ndim", 0)))
+
+
+def _names_in(source: str) -> dict[str, Any]:
+    if source.endswith(".py"):
+        path = Path(source).resolve()
+        if not path.is_file():
+            raise ValueError(f"there is no file {source}")
+        sys.path.insert(0, str(path.parent))
+        return runpy.run_path(str(path))
+    return vars(importlib.import_module(source))

@@ -1,0 +1,195 @@
+"""`lockstep bench`: the same training by every contender, and honest arithmetic."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fresh_process import run_lockstep
+
+from lockstep.bench import compare, handwritten, report, workload
+from lockstep.bench.contender import Contender
+from lockstep.bench.timing import Row, take_turns
+from lockstep.bench.workload import OwnStep, Workload
+from lockstep.parallel import as_parallel
+from lockstep.step import make_train_step
+
+
+def loss(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
+
+
+def work_of(rows=16):
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": rng.normal(size=(rows, 3)).astype(np.float32),
+        "y": rng.normal(size=rows).astype(np.float32),
+    }
+    params = {"w": jnp.ones(3), "b": jnp.zeros(())}
+    return Workload(loss, optax.adam(0.1), params, batch)
+
+
+class FakeClock:
+    """Moves only when a contender runs."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def contender(name, clock, seconds, runs, ours=False):
+    def run(steps):
+        runs.append((name, steps))
+        clock.now += steps * seconds
+
+    def make():
+        clock.now += 1.0
+        return Contender(name, run, ours=ours)
+
+    return make
+
+
+class TestTurns:
+    def test_takes_the_time_of_a_step(self):
+        clock, runs = FakeClock(), []
+        makers = {
+            "a": contender("a", clock, 0.01, runs),
+            "b": contender("b", clock, 0.05, runs, ours=True),
+        }
+        a, b = take_turns(makers, turns=4, clock=clock)
+        assert (a.median, b.median) == (pytest.approx(10), pytest.approx(50))
+        assert (a.first_step_s, b.first_step_s) == (1.01, pytest.approx(1.05))
+        assert (a.spread, b.spread, b.ours) == (
+            pytest.approx(0),
+            pytest.approx(0),
+            True,
+        )
+        # About 0.1 s a turn, after one step that does not count.
+        assert runs.count(("a", 10)) == 4 and runs.count(("b", 2)) == 4 + 2
+
+    def test_orders_change_from_round_to_round(self):
+        clock, runs = FakeClock(), []
+        makers = {n: contender(n, clock, 0.02, runs) for n in "abc"}
+        take_turns(makers, turns=20, clock=clock)
+        timed = [name for name, steps in runs if steps == 5]
+        rounds = {tuple(timed[i : i + 3]) for i in range(0, 60, 3)}
+        assert len(rounds) > 1 and all(set(r) == set("abc") for r in rounds)
+
+    def test_a_refusal_is_left_out_and_said(self, caplog):
+        clock = FakeClock()
+
+        def refuse():
+            raise ValueError("adafactor cannot be sharded")
+
+        makers = {"x": refuse, "a": contender("a", clock, 0.01, [])}
+        rows = take_turns(makers, turns=2, leave_out=True, clock=clock)
+        assert [row.name for row in rows] == ["a"]
+        assert "x is left out: adafactor cannot be sharded" in caplog.text
+        with pytest.raises(ValueError, match="adafactor"):
+            take_turns(makers, turns=2, clock=clock)
+
+
+class TestContenders:
+    def test_hand_written_steps_train_as_lockstep_does(self, mesh_of):
+        """What is timed against each other must be the same training."""
+        work, mesh = work_of(), mesh_of(4)
+        step = as_parallel(make_train_step(loss, work.optimizer), mesh)
+        state = step.fn.init(jax.tree.map(jnp.copy, work.params))
+        state, _ = step(state, work.batch)
+        (params, _, _), metrics = handwritten.whole_batch(work)(
+            handwritten.start(work), work.batch
+        )
+        shards = jax.shard_map(
+            handwritten.one_shard(work),
+            mesh=mesh,
+            in_specs=(jax.P(), jax.P("data")),
+            out_specs=jax.P(),
+            check_vma=False,
+        )
+        (sharded, _, _), _ = jax.jit(shards)(handwritten.start(work), work.batch)
+        for name in params:
+            np.testing.assert_allclose(params[name], state.params[name], rtol=1e-6)
+            np.testing.assert_allclose(sharded[name], params[name], rtol=1e-6)
+        np.testing.assert_allclose(metrics["loss"], loss(work.params, work.batch))
+
+    def test_every_contender_trains_on(self, mesh_of):
+        for name, make in compare.makers_for(work_of(), mesh_of(2)).items():
+            made = make()
+            made.run(3)
+            assert made.name == name
+            made.run(1)
+
+    def test_a_step_of_ones_own(self, mesh_of):
+        def step(state, batch):
+            grads = jax.grad(loss)(state, batch)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {}
+
+        work = work_of()
+        own = OwnStep(step, work.params, work.batch)
+        rows = compare.compare(own, mesh_of(2), turns=2)
+        assert [row.name for row in rows] == ["parallelize"]
+        assert "parallelize(step, mesh)" in compare.describe(rows, own, mesh_of(2))
+
+
+class TestReport:
+    ROWS = [
+        Row("hand-written jit", False, 1.0, [4.0, 4.0], None),
+        Row("train step, device view", True, 2.0, [3.0, 3.0], 2048),
+        Row("parallelize", True, 1.0, [5.0, 5.0], 1024),
+    ]
+
+    def test_ratios_and_the_best(self):
+        table = report.as_table("mlp", self.ROWS, "hand-written jit")
+        line = next(x for x in table.splitlines() if x.startswith("train step"))
+        assert line.split()[-7:] == "3.000 0% 0.75 2.0 s 2 KiB a device".split()[-7:]
+        assert report.best(self.ROWS, ours=True).name == "train step, device view"
+
+    def test_says_what_to_write(self, mesh_of):
+        text = compare.describe(self.ROWS, work_of(), mesh_of(2))
+        assert "make_train_step(loss, optimizer, axis_name='data')" in text
+        assert "least memory: parallelize" in text
+
+    def test_files(self, tmp_path):
+        tables = {"mlp": self.ROWS, "deep": self.ROWS}
+        report.write_json(tmp_path / "out" / "t.json", tables, {"jax": "0"})
+        report.draw(tmp_path / "out" / "t.png", tables)
+        content = json.loads((tmp_path / "out" / "t.json").read_text())
+        assert content["tables"]["deep"][1]["median_ms"] == 3.0
+        assert (tmp_path / "out" / "t.png").read_bytes()[1:4] == b"PNG"
+
+
+class TestMakers:
+    def test_unknown_forms_are_explained(self):
+        with pytest.raises(ValueError, match="2 values: return"):
+            workload.read((1, 2))
+
+    @pytest.mark.parametrize(
+        ("where", "words"),
+        [
+            ("my_step.py", "names no function"),
+            ("nowhere.py:make", "no file nowhere"),
+            ("json:make", "no 'make' in json"),
+        ],
+    )
+    def test_wrong_places(self, where, words):
+        with pytest.raises(ValueError, match=words):
+            workload.load(where)
+
+
+def test_the_command(tmp_path):
+    script = tmp_path / "my_step.py"
+    script.write_text(
+        "import jax.numpy as jnp, numpy as np, optax\n"
+        "def make():\n"
+        "    def loss(w, batch):\n"
+        "        return jnp.mean((batch['x'] @ w) ** 2)\n"
+        "    batch = {'x': np.ones((8, 3), np.float32)}\n"
+        "    return loss, optax.sgd(0.1), jnp.ones(3), batch\n"
+    )
+    done = run_lockstep("bench", "--simulate", "2", "--turns", "2", f"{script}:make")
+    assert done.returncode == 0, done.stderr
+    assert "8 rows on 2 devices" in done.stdout and "fastest here:" in done.stdout
