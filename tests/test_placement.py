@@ -220,7 +220,8 @@ def test_unsplit_replicates_only_what_does_not_divide(mesh_of):
 
 
 def test_microbatches_count_into_the_multiple(mesh_of):
-    with pytest.raises(ValueError, match="times 2 microbatches need a multiple of 8"):
+    text = "times 2 microbatches or shards need a multiple of 8"
+    with pytest.raises(ValueError, match=text):
         shard_batch(np.ones(12), mesh_of(4), multiple=2)
 
 

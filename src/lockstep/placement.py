@@ -74,7 +74,7 @@ def shard_batch(
         remainder: what to do with rows that do not divide: `"error"`; `"pad"` (the
             result is a `MaskedBatch`); `"drop"` (the result is `None` when no row
             is left); `"unsplit"` (every device holds the whole short batch).
-        multiple: each device's rows must divide by this (microbatches).
+        multiple: each device's rows must divide by this (microbatches, shards).
         at_least: rows that a padded batch has at least, so that the short last batch
             of an epoch gets the shape of the full ones.
 
@@ -347,7 +347,7 @@ def _does_not_divide(batch: Any, mesh: Mesh, axis_name: str, multiple: int) -> s
     need = devices * multiple
     below, above = n - n % need, n - n % need + need
     sizes = f"{below} or {above}" if below else f"{above}"
-    micro = f" times {multiple} microbatches" if multiple > 1 else ""
+    micro = f" times {multiple} microbatches or shards" if multiple > 1 else ""
     return (
         f"{path} has {n} rows; the {devices} devices on {axis_name!r}{micro} need a "
         f"multiple of {need}: use remainder='pad', or {sizes} rows"

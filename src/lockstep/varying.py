@@ -113,6 +113,14 @@ def reduces_over(closed_jaxpr: core.ClosedJaxpr, axis_name: str) -> bool:
     return any(is_collective(eqn, axis_name) for eqn in equations(_open(closed_jaxpr)))
 
 
+def named_axis_use(closed_jaxpr: core.ClosedJaxpr, axis_name: str) -> str | None:
+    """The first primitive at any depth that names the axis, `axis_index` included."""
+    for eqn in equations(_open(closed_jaxpr)):
+        if axis_name in _axes(eqn):
+            return eqn.primitive.name
+    return None
+
+
 def is_collective(eqn: Any, axis_name: str) -> bool:
     """Whether an equation moves or reduces values over the axis."""
     return eqn.primitive.name in _COLLECTIVES and axis_name in _axes(eqn)

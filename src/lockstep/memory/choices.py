@@ -134,8 +134,8 @@ def _variants(plan: Plan, step: TrainStep, usage: Usage) -> list[Choice]:
     found = []
     for factor in (2, 4):
         count = step.accumulate * factor
-        if plan.rows % (plan.devices * count) == 0:
-            other = dataclasses.replace(step, accumulate=count)
+        other = dataclasses.replace(step, accumulate=count)
+        if plan.rows % (plan.devices * other.parts_on_each(plan.devices)) == 0:
             saves = usage.peak - plan.with_train_step(other).usage().peak
             cost = f"{count} smaller passes, one after the other"
             found.append(Choice(f"accumulate={count}", saves, "compiled", cost))

@@ -66,7 +66,8 @@ class Plan:
     def unit(self) -> int:
         """A number of rows has to be a multiple of this."""
         train_step = self.train_step
-        return self.devices * (train_step.accumulate if train_step else 1)
+        parts = train_step.parts_on_each(self.devices) if train_step else 1
+        return self.devices * parts
 
     def device_bytes(self, leaf: Any) -> int:
         """Bytes of a described leaf on one device."""

@@ -80,6 +80,11 @@ class Options:
         """Whether `make_train_step` made it: it then applies masks and folds keys."""
         return isinstance(self.fn, TrainStep)
 
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """What the step wants of the compiler, if anything."""
+        return self.fn.compiler_options if isinstance(self.fn, TrainStep) else None
+
     @functools.cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the positional parameters, where Python can tell them."""

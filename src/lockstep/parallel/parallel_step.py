@@ -66,18 +66,19 @@ class ParallelStep:
         self._last_call: LastCall | None = None
         self._run_ahead = RunAhead()
         self._compare_replicas = compare_replicas
-        microbatches = getattr(self.fn, "accumulate", 1)
+        devices, parts, microbatches = self.mesh.shape[self.axis_name], 1, 1
+        if options.is_train_step:
+            parts, microbatches = self.fn.parts_on_each(devices), self.fn.accumulate
+        shards = devices * parts // microbatches if self.view == "device" else 1
         self._padding_check = PaddingCheck(
-            self.batch_argnums,
-            shards=self.mesh.shape[self.axis_name] if self.view == "device" else 1,
-            microbatches=microbatches,
+            self.batch_argnums, shards=shards, microbatches=microbatches
         )
         self._carrier = Carrier(options)
         self._placer = Placer(
             self.mesh,
             self.axis_name,
             remainder=self.remainder,
-            multiple=microbatches,
+            multiple=parts,
             allow_unsplit=self.view == "global",
         )
 

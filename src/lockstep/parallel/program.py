@@ -6,6 +6,7 @@ which knows from them what to donate, finds the inner trace in JAX's cache.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,9 @@ class Program:
     Attributes:
         run: the jitted function `(*wrapped arguments) -> (wrapped outputs, token)`;
             the token is an output that stays readable after donation.
+        nested: the same function for use inside a larger program, which then needs
+            the `compiler_options`.
+        compiler_options: what the step wants of the compiler, if anything.
         state_at: where the new state is among the outputs: "all", "first" or `None`
             (an evaluation step returns none).
         strong: leaf number in the state -> dtype, for the weakly typed leaves that
@@ -36,6 +40,8 @@ class Program:
     """
 
     run: Any
+    nested: Any
+    compiler_options: dict[str, Any] | None
     state_at: str | None
     strong: dict[int, Any]
     donated: tuple[int, ...]
@@ -86,8 +92,11 @@ def build(
     if donated is None:
         donated = () if at is None or not state_at else (at,)
     layout = _layout(out, state, state_at, options.mesh)
+    run, nested = _jit(outer, donated, (layout, None), options.compiler_options)
     return Program(
-        run=jax.jit(outer, donate_argnums=donated, out_shardings=(layout, None)),
+        run=run,
+        nested=nested,
+        compiler_options=options.compiler_options,
         state_at=state_at,
         strong=strong,
         donated=donated,
@@ -96,6 +105,19 @@ def build(
             for x in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Static))
         ),
     )
+
+
+def _jit(
+    fn: Any, donated: Any, layout: Any, compiler_options: dict[str, Any] | None
+) -> tuple[Any, Any]:
+    """The jitted function by itself, and as a part of a larger program.
+
+    Only the outermost `jit` may have options for the compiler.
+    """
+    jit = functools.partial(jax.jit, fn, donate_argnums=donated, out_shardings=layout)
+    nested = jit()
+    run = jit(compiler_options=compiler_options) if compiler_options else nested
+    return run, nested
 
 
 def find_state(state: Any, out: Any) -> str | None:

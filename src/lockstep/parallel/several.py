@@ -39,7 +39,7 @@ def together(
         compiles.begin(arguments, planned=f"{count} steps in one call")
 
         def one(state: Any, call: Any) -> tuple[Any, Any]:
-            (state, *rest), token = program.run(state, *call)
+            (state, *rest), token = program.nested(state, *call)
             return state, (rest, token)
 
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
@@ -48,7 +48,12 @@ def together(
 
     layout = jax.tree.map(lambda leaf: leaf.sharding, state)
     donated = (0,) if 0 in program.donated else ()
-    return jax.jit(run, donate_argnums=donated, out_shardings=(layout, None))
+    return jax.jit(
+        run,
+        donate_argnums=donated,
+        out_shardings=(layout, None),
+        compiler_options=program.compiler_options,
+    )
 
 
 def alike(calls: Sequence[Any]) -> bool:

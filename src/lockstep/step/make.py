@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from lockstep.step import fixed_shards as fixed
 from lockstep.step.loss import Loss
 from lockstep.step.scaling import DynamicScale, read_loss_scale
 from lockstep.step.train_step import TrainStep
@@ -25,6 +26,7 @@ def make_train_step(
     remat: bool | Callable[..., Any] = False,
     batch_norm: str | None = None,
     mask: str | None = "mask",
+    fixed_shards: int | None = None,
 ) -> TrainStep:
     """Make the training step of a loss and an optimizer.
 
@@ -53,6 +55,9 @@ def make_train_step(
         mask: where a batch that is a dict holds its mask. A mask `[B]` weighs the rows
             of scalars and of `[B]` values; a finer one is for the loss to use, with
             `Mean.of(values, mask)`.
+        fixed_shards: for the device view: split every global batch into so many
+            shards, a power of two that the devices divide, and get the same bits on
+            every number of devices. Random draws and BatchNorm are those of a shard.
 
     Returns:
         A `TrainStep`; `TrainStep.init` makes its state.
@@ -74,13 +79,9 @@ def make_train_step(
         >>> f"{metrics['loss']:.2f} {state.params['w']:.2f}"
         '2.50 0.50'
     """
-    for name in ("init", "update"):
-        if not callable(getattr(optimizer, name, None)):
-            raise TypeError(
-                f"the optimizer is {type(optimizer).__name__} without {name}(): give "
-                "an optax GradientTransformation such as optax.adamw(1e-3)"
-            )
+    _check_optimizer(optimizer)
     _check_options(axis_name, accumulate, clip_norm, ema, batch_norm, model_state)
+    fixed.check_option(fixed_shards, axis_name)
     if remat is True or callable(remat):
         policy = remat if callable(remat) else None
         read = Loss.read(loss, model_state)
@@ -97,7 +98,17 @@ def make_train_step(
         ema=ema,
         batch_norm=batch_norm,
         mask=mask,
+        fixed_shards=fixed_shards,
     )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    for name in ("init", "update"):
+        if not callable(getattr(optimizer, name, None)):
+            raise TypeError(
+                f"the optimizer is {type(optimizer).__name__} without {name}(): give "
+                "an optax GradientTransformation such as optax.adamw(1e-3)"
+            )
 
 
 def _check_options(

@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lockstep.fixed_order import COMPILER_OPTIONS
 from lockstep.metrics import Mean
 from lockstep.notices import say_once
 from lockstep.packing import Packed, unpack
 from lockstep.placement import MaskedBatch, count_rows
 from lockstep.reduce import axis_size, psum_tree
 from lockstep.rng import check_key, device_key, step_key
+from lockstep.step import fixed_shards as fixed
 from lockstep.step import model_state as statistics
 from lockstep.step import scaling
 from lockstep.step.accumulate import Sums, sum_gradients
@@ -58,6 +60,7 @@ class TrainStep:
     ema: float | None
     batch_norm: str | None
     mask: str | None
+    fixed_shards: int | None = None
 
     __name__ = "train_step"
 
@@ -74,6 +77,16 @@ class TrainStep:
     def takes_key(self) -> bool:
         """Whether the loss draws: it then needs a key in the state or at each call."""
         return self.loss.key is not None
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """What `jax.jit` has to be given; `lockstep.per_device` does."""
+        return COMPILER_OPTIONS if self.fixed_shards else None
+
+    def parts_on_each(self, devices: int) -> int:
+        """How many parts the rows of one device fall into: microbatches of shards."""
+        shards = self.fixed_shards or devices
+        return self.accumulate * fixed.shards_on_each(shards, devices)
 
     def init(
         self, params: Any, *, model_state: Any = None, key: jax.Array | None = None
@@ -142,9 +155,15 @@ class TrainStep:
         self._check_parts(state)
         key = self._key_of(state, key)
         sums = self._sums(state, batch, key)
-        rows = count_rows(batch) // self.accumulate
-        grads = average(sums.grads, sums.loss.count / rows, self._scale_of(state))
-        return self._advance(state, grads, sums)
+        devices = 1 if self.axis_name is None else axis_size(self.axis_name)
+        rows = count_rows(batch) // self.parts_on_each(devices)
+
+        def finish() -> tuple[TrainState, dict[str, Any]]:
+            weight = sums.loss.count / rows
+            grads = average(sums.grads, weight, self._scale_of(state))
+            return self._advance(state, grads, sums)
+
+        return fixed.seal_update(state, finish) if self.fixed_shards else finish()
 
     def carry(self, state: TrainState) -> TrainState:
         """The form in which the state goes from call to call: packed, or as it is."""
@@ -209,8 +228,8 @@ class TrainStep:
                 f"the loss takes a key ({self.loss.key!r}) and there is none: use "
                 "step.init(params, key=jax.random.key(seed)), or give each call a key"
             )
-        if key is None or self.axis_name is None:
-            return key
+        if key is None or self.axis_name is None or self.fixed_shards:
+            return key  # the key of the step; each fixed shard folds in its number
         axis_size(self.axis_name)
         return device_key(key, self.axis_name)
 
@@ -237,6 +256,16 @@ class TrainStep:
         if self.axis_name is None:
             return sum_gradients(objective, *args, self.accumulate)
         devices = axis_size(self.axis_name)
+        if self.fixed_shards:
+            return fixed.sum_shards(
+                objective,
+                args,
+                self.accumulate,
+                shards=self.fixed_shards,
+                axis_name=self.axis_name,
+                step=state.step,
+                differs=self._differs(args),
+            )
         sums = sum_gradients(objective, *args, self.accumulate)
         differs = self._differs(args)
         shares = statistics.shares(sums.model_state, differs, devices)
@@ -260,10 +289,13 @@ class TrainStep:
         def forward(*args: Any) -> Any:
             return self._evaluate(*args)[1].model_state
 
-        if isinstance(args[2], MaskedBatch):
+        if isinstance(args[2], MaskedBatch) and not self.fixed_shards:
             statistics.check_padding(forward, args, self.axis_name)
         differs = statistics.differing(forward, *args, self.axis_name)
-        statistics.check_policy(args[1], differs, self.batch_norm, self.axis_name)
+        if self.fixed_shards:
+            fixed.check_statistics(args[1], differs, self.batch_norm)
+        else:
+            statistics.check_policy(args[1], differs, self.batch_norm, self.axis_name)
         return differs
 
     def _advance(
