@@ -275,6 +275,12 @@ class TestCommand:
         assert done.returncode == 0, done.stderr
         assert {row["level"] for row in json.loads(done.stdout)} == {"note"}
 
+    def test_two_kinds_of_report_are_an_error_of_use(self, here, tmp_path):
+        here(train_DOT_py=OLD)
+        done = run_lockstep("check", "train.py", "--json", "--sarif", cwd=tmp_path)
+        assert done.returncode == 2 and not done.stdout
+        assert "--json and --sarif: one report at a time" in done.stderr
+
     def test_fixes_first(self, here, tmp_path):
         here(train_DOT_py=OLD)
         done = run_lockstep("check", "--fix", ".", cwd=tmp_path)

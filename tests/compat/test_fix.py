@@ -185,6 +185,32 @@ class TestImports:
                 exec(fix_python(f"from {module} import {name}\n"), {})
 
 
+class TestLinesOfSeveralStatements:
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            (
+                "import jax; from jax import tree_map; x = 1",
+                "import jax; from jax.tree_util import tree_map; x = 1",
+            ),
+            (
+                "from jax import tree_map, jit ;x = tree_map",
+                "from jax import jit; from jax.tree_util import tree_map ;x = tree_map",
+            ),
+            (
+                "import jax.experimental.optimizers as o; y = jax.tree_map(f, x);",
+                "import jax.example_libraries.optimizers as o; y = jax.tree.map(f, x);",
+            ),
+            (
+                "def f(): from jax import tree_map; return tree_map",
+                "def f(): from jax.tree_util import tree_map; return tree_map",
+            ),
+        ],
+    )
+    def test_they_stay_on_their_line(self, before, after):
+        assert_fixed(f"import jax\n{before}\n", f"import jax\n{after}\n")
+
+
 class TestWhatIsLeftAlone:
     @pytest.mark.parametrize(
         "text",
@@ -254,10 +280,22 @@ class TestFiles:
             "jax[cuda12]==0.4.30\njax[cuda11_pip]\njax[k8s,cuda12]\n"
         )
 
-    @pytest.mark.parametrize("indent", [1, 2, "\t"])
-    @pytest.mark.parametrize("end", ["", "\n"])
+    @pytest.mark.parametrize(
+        "style",
+        [
+            {"indent": 1},
+            {"indent": 2},
+            {"indent": "\t"},
+            {"indent": 0},
+            {"indent": None},
+            {"indent": None, "separators": (",", ":")},
+            {"indent": 4, "separators": (",", ":")},
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
     @pytest.mark.parametrize("ascii_only", [True, False])
-    def test_notebooks_keep_their_json(self, tmp_path, indent, end, ascii_only):
+    def test_notebooks_keep_their_json(self, tmp_path, style, end, ascii_only):
         def text_of(second_line: str, command: str) -> str:
             cells = [
                 ("markdown", ["Größe of jax.tree_map"]),
@@ -271,14 +309,18 @@ class TestFiles:
                 for k, s in cells
             ]
             whole = {"cells": rows, "metadata": {"a": 1.0}, "nbformat": 4}
-            return json.dumps(whole, indent=indent, ensure_ascii=ascii_only) + end
+            text = json.dumps(whole, ensure_ascii=ascii_only, **style)
+            return text.replace("\n", "\r\n" if end == "\r\n" else "\n") + end
 
         file = tmp_path / "guide.ipynb"
         before = text_of("jax.tree_map(f, x)\n", "import jax\n")
         after = text_of("jax.tree.map(f, x)\n", "import jax\n")
-        file.write_text(before.replace("import tree_map", "import jit"), "utf-8")
+        before, after = (
+            t.replace("import tree_map", "import jit") for t in (before, after)
+        )
+        file.write_bytes(before.encode())
         assert fix([file]) == [file]
-        assert file.read_text("utf-8") == after.replace("import tree_map", "import jit")
+        assert file.read_bytes().decode() == after
         assert fix([file]) == []
 
     def test_a_name_imported_in_one_cell_and_used_in_another(self, tmp_path):
@@ -303,10 +345,23 @@ class TestFiles:
         fix([file])
         assert not check([file])
 
-    def test_what_is_not_utf_8_is_left_alone(self, tmp_path):
+    def test_another_encoding_stays(self, tmp_path):
         file = Path(tmp_path / "latin.py")
-        file.write_bytes("# é\nimport jax\njax.tree_map\n".encode("latin-1"))
+        text = "# -*- coding: latin-1 -*-\n# é\nimport jax\njax.tree_map\n"
+        file.write_bytes(text.encode("latin-1"))
+        assert fix([file]) == [file]
+        after = text.replace("tree_map", "tree.map").encode("latin-1")
+        assert file.read_bytes() == after
+
+    @pytest.mark.parametrize("head", ["", "# coding: klingon\n"])
+    def test_what_cannot_be_decoded_is_left_alone_and_told_of(
+        self, tmp_path, head, caplog
+    ):
+        file = Path(tmp_path / "latin.py")
+        file.write_bytes(f"{head}# é\nimport jax\njax.tree_map\n".encode("latin-1"))
         assert fix([file]) == []
+        (said,) = caplog.messages
+        assert "latin.py was left as it is" in said and "encoding" in said
 
     def test_a_byte_order_mark_stays(self, tmp_path):
         file = Path(tmp_path / "marked.py")

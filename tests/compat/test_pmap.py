@@ -159,6 +159,30 @@ class TestOptions:
             pmap(3)
 
 
+class TestAxesThatAreNotBound:
+    @pytest.mark.parametrize(
+        ("axis_name", "said"),
+        [("i", "binds 'i': write that name"), (None, "binds no name: give it axis_")],
+    )
+    def test_those_that_are_bound_are_named(self, axis_name, said):
+        def step(x):
+            return lax.pmean(x, "batch")
+
+        with pytest.raises(NameError, match="unbound axis name: batch") as caught:
+            pmap(step, axis_name)(rows())
+        assert f"pmap(step) {said}" in str(caught.value)
+
+    def test_both_of_a_map_inside_a_map(self):
+        inner = pmap(lambda x: lax.pmean(x, "batch"), "j")
+        with pytest.raises(NameError, match="binds 'i', 'j'"):
+            pmap(lambda x: inner(x), "i")(rows().reshape(4, 2))
+
+    def test_other_missing_names_are_left_alone(self):
+        with pytest.raises(NameError) as caught:
+            pmap(lambda x: undefined, "i")(rows())  # noqa: F821
+        assert str(caught.value) == "name 'undefined' is not defined"
+
+
 class TestResultsThatAreNotStacked:
     def test_those_that_differ_between_devices_are_told_of(self, caplog):
         notices.reset()

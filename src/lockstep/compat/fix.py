@@ -3,9 +3,12 @@
 What means something else, or has no equal today, is left to a person.
 """
 
+import io
 import json
 import re
-from collections.abc import Iterable
+import tokenize
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from lockstep.compat.check.module import Module, line_of
 from lockstep.compat.check.rules.names import gone_keyword, names_in_table
 from lockstep.compat.check.sources import find_files, python_source
 from lockstep.compat.notebook import is_python, split_commands
+from lockstep.notices import say_once
 
 _DEAD_EXTRA = re.compile(r"(jax\[(?:[\w-]+,\s*)*cuda12)[_-]pip\b")
 _MARK = re.compile(r"# lockstep: line (\d+)\r?$")
@@ -40,15 +44,26 @@ def fix(paths: Iterable[Path | str]) -> list[Path]:
     for path in find_files(map(Path, paths)):
         before = path.read_bytes()
         try:
-            text = before.decode("utf-8")
+            encoding = _encoding_of(path, before)
+            text = before.decode(encoding)
             body = text.removeprefix(_BYTE_ORDER_MARK)
-            after = (text[: len(text) - len(body)] + _fixed(path, body)).encode("utf-8")
-        except UnicodeDecodeError:
-            continue  # not text that we could write back as it was
+            start = text[: len(text) - len(body)]
+            after = (start + _fixed(path, body)).encode(encoding)
+        except (SyntaxError, UnicodeError, LookupError) as error:
+            say_once(f"compat.fix {path}", f"{path} was left as it is: {error}")
+            continue
         if after != before:
             path.write_bytes(after)
             changed.append(path)
     return changed
+
+
+def _encoding_of(path: Path, content: bytes) -> str:
+    """UTF-8, or what a module says in its first lines: `# -*- coding: latin-1 -*-`."""
+    if path.suffix != ".py":
+        return "utf-8"
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+    return encoding.removesuffix("-sig")
 
 
 def _fixed(path: Path, text: str) -> str:
@@ -127,18 +142,23 @@ def _fixed_notebook(raw: str) -> str:
     after = _fixed_parts(before) if before else before
     if after == before:
         return raw
-    indent, ascii_only = _writing_of(raw, notebook)
+    write = _writer_of(raw, notebook)
     for cell, old, new in zip(cells, before, after, strict=True):
         if new != old:
             is_list = isinstance(cell["source"], list)
             cell["source"] = new.splitlines(keepends=True) if is_list else new
-    end = "\n" if raw.endswith("\n") else ""
-    return json.dumps(notebook, indent=indent, ensure_ascii=ascii_only) + end
+    newline = "\r\n" if "\r\n" in raw else "\n"
+    return write(notebook).replace("\n", newline) + raw[len(raw.rstrip()) :]
 
 
-def _writing_of(raw: str, notebook: dict[str, Any]) -> tuple[str | int, bool]:
-    """How the JSON of a notebook is written: its indent, and whether in ASCII."""
-    found = re.match(r"\{\n(\s+)", raw)
-    indent = found[1] if found else 1
-    written = json.dumps(notebook, indent=indent, ensure_ascii=True)
-    return indent, written == raw.rstrip("\n")
+def _writer_of(raw: str, notebook: dict[str, Any]) -> Callable[[Any], str]:
+    """What writes the JSON of a notebook as it was written: indent, blanks, ASCII."""
+    found = re.match(r"\{\r?\n([ \t]*)", raw)
+    indent = found[1] if found else None
+    writers = [
+        partial(json.dumps, indent=indent, ensure_ascii=ascii, separators=separators)
+        for separators in (None, (",", ":"))
+        for ascii in (False, True)
+    ]
+    text = raw.rstrip().replace("\r\n", "\n")
+    return next((w for w in writers if w(notebook) == text), writers[0])

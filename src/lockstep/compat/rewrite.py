@@ -114,26 +114,50 @@ class _Renamer(cst.CSTTransformer):
         original_node: cst.SimpleStatementLine,
         updated_node: cst.SimpleStatementLine,
     ) -> Any:
-        """Rewrites a line that imports and does nothing else."""
-        if len(original_node.body) != 1:
+        """Rewrites the imports of a line; each on a line of its own where it can be."""
+        old, new = list(updated_node.body), self._body(original_node, updated_node)
+        if new == old:
             return updated_node
-        statement, line = original_node.body[0], self._line(original_node)
-        if isinstance(statement, cst.ImportFrom):
-            new = list(self._import_from(statement, line))
-        elif isinstance(statement, cst.Import):
-            new = [self._import(statement, line)]
-        else:
-            return updated_node
-        if new == [statement]:
-            return updated_node
+        above = [*updated_node.leading_lines, *_lost_comments(original_node.body, new)]
+        if len(old) > 1:  # they stay on the line of the others
+            return updated_node.with_changes(body=new, leading_lines=above)
         first, *others = new
-        above = [*updated_node.leading_lines, *_lost_comments(statement, new)]
         return cst.FlattenSentinel(
             [
                 updated_node.with_changes(body=[first], leading_lines=above),
                 *(cst.SimpleStatementLine(body=[other]) for other in others),
             ]
         )
+
+    def leave_SimpleStatementSuite(
+        self,
+        original_node: cst.SimpleStatementSuite,
+        updated_node: cst.SimpleStatementSuite,
+    ) -> cst.SimpleStatementSuite:
+        """Rewrites the imports of a body that stands behind its colon."""
+        return updated_node.with_changes(body=self._body(original_node, updated_node))
+
+    def _body(self, original_node: Any, updated_node: Any) -> list[Any]:
+        line = self._line(original_node)
+        pairs = zip(original_node.body, updated_node.body, strict=True)
+        return [part for pair in pairs for part in self._statement(*pair, line)]
+
+    def _statement(
+        self, old: cst.BaseSmallStatement, now: cst.BaseSmallStatement, line: int
+    ) -> Iterator[cst.BaseSmallStatement]:
+        """A statement in today's spelling: several, if its names have several homes."""
+        new: list[Any] = [old]
+        if isinstance(old, cst.ImportFrom):
+            new = list(self._import_from(old, line))
+        elif isinstance(old, cst.Import):
+            new = [self._import(old, line)]
+        if new == [old]:
+            yield now
+            return
+        *first, last = new
+        default = cst.MaybeSentinel.DEFAULT
+        yield from (part.with_changes(semicolon=default) for part in first)
+        yield last.with_changes(semicolon=old.semicolon)
 
     def _import(self, statement: cst.Import, line: int) -> cst.Import:
         names = []
@@ -204,11 +228,16 @@ def _last_comma(kept: cst.ImportAlias, last: cst.ImportAlias) -> Any:
     return cst.Comma(whitespace_after=end)
 
 
-def _lost_comments(old: cst.CSTNode, new: Sequence[cst.CSTNode]) -> list[cst.EmptyLine]:
+def _lost_comments(
+    old: Sequence[cst.CSTNode], new: Sequence[cst.CSTNode]
+) -> list[cst.EmptyLine]:
     """The comments beside names that moved, as lines of their own."""
-    kept = {id(c) for node in new for c in matchers.findall(node, matchers.Comment())}
-    lost = [c for c in matchers.findall(old, matchers.Comment()) if id(c) not in kept]
-    comments = [cst.ensure_type(comment, cst.Comment) for comment in lost]
+    before, after = (
+        [c for node in nodes for c in matchers.findall(node, matchers.Comment())]
+        for nodes in (old, new)
+    )
+    kept = set(map(id, after))
+    comments = [cst.ensure_type(c, cst.Comment) for c in before if id(c) not in kept]
     return [cst.EmptyLine(comment=comment) for comment in comments]
 
 

@@ -7,6 +7,7 @@
 - `moves`: inputs that lie elsewhere are moved, counted, and told of once.
 - `donation`: donated inputs that are passed twice are copied, and told of once.
 - `nested`: a map inside a map.
+- `unbound`: collectives over a name that no map binds.
 - `unmapped`: results that were declared the same on all devices.
 - `program`: one function, for one structure of arguments, on one mesh.
 - `small_leaves`: small results handed over together, where processes share a mesh.

@@ -22,6 +22,7 @@ from lockstep.compat.mapping.shards import (
     specs,
     stacked,
 )
+from lockstep.compat.mapping.unbound import explain_unbound_axis
 from lockstep.compat.mapping.unmapped import tell_of_differing
 from lockstep.compiles import CompileLog
 
@@ -193,8 +194,14 @@ class Program:
     def _call(self, *rows: Any) -> Any:
         mapped, kwargs = jax.tree.unflatten(self.leaves.tree, rows)
         args = self.leaves.options.join(mapped, self._static)
-        with nested.tracing(tuple(self._mesh.shape.items())):
-            return self.leaves.fun()(*args, **kwargs)
+        mesh = self._mesh
+        with nested.tracing(tuple(mesh.shape.items())):
+            try:
+                return self.leaves.fun()(*args, **kwargs)
+            except NameError as error:
+                name = self.leaves.function_name()
+                explain_unbound_axis(error, name, mesh.axis_names)
+                raise
 
 
 def is_traced(leaves: list[Any]) -> bool:
