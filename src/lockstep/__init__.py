@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lockstep.callbacks import every
     from lockstep.data import prefetch
     from lockstep.devices import describe_devices, make_mesh, simulate_devices
-    from lockstep.distributed import is_main_process
+    from lockstep.distributed import initialize, is_main_process
     from lockstep.evaluation import evaluate, predict
     from lockstep.loop import Trainer
     from lockstep.metrics import Mean
@@ -61,6 +61,7 @@ _HOMES = {
     "device_key": "rng",
     "evaluate": "evaluation",
     "every": "callbacks",
+    "initialize": "distributed",
     "is_main_process": "distributed",
     "make_mesh": "devices",
     "make_train_step": "step",
@@ -89,6 +90,7 @@ __all__ = [
     "distributed",
     "evaluate",
     "every",
+    "initialize",
     "is_main_process",
     "make_mesh",
     "make_train_step",

@@ -1,0 +1,11 @@
+"""The processes of a run: connected, compared, and ended together.
+
+`initialize` is what people call. `detect` reads what a launcher left, `arrivals` counts
+who is there, `hub` and `line` connect them on the host, `agreement` compares values,
+`faults` tells the others of a failure, `warm_up` opens the way for collectives.
+"""
+
+from lockstep.distributed.initialization import initialize
+from lockstep.distributed.this_process import Processes, is_main_process, processes
+
+__all__ = ["Processes", "initialize", "is_main_process", "processes"]

@@ -1,0 +1,224 @@
+"""One process's line to the others: values exchanged on the host, and bad news.
+
+Every line ends at the hub in process 0. A process alone has no line.
+"""
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.distributed.messages import Messages
+
+EXIT_OTHER_FAILED = 70
+_TICK_S = 0.25
+_FRAMES = 8  # of the stack of a process that hangs: the innermost ones
+
+
+class ProcessLeft(RuntimeError):
+    """Another process wants nothing more from this exchange."""
+
+
+class Line:
+    """The connection of this process to the hub, and the thread that listens to it.
+
+    Attributes:
+        index: the number of this process.
+        count: the processes of the run.
+        bad_news: set when the hub has told why the run ends.
+    """
+
+    def __init__(
+        self,
+        messages: Messages,
+        index: int,
+        count: int,
+        leave: Callable[[int], Any],
+    ) -> None:
+        """Start listening.
+
+        Args:
+            messages: the connection to the hub.
+            index: the number of this process.
+            count: the processes of the run.
+            leave: ends this process with an exit code, for another's failure.
+        """
+        self.index, self.count = index, count
+        self.bad_news = threading.Event()
+        self.news = ""
+        self._messages = messages
+        self._leave = leave
+        self._changed = threading.Condition()
+        self._answers: dict[tuple[str, int], Any] = {}
+        self._numbers: dict[str, int] = {}
+        self._all_done = threading.Event()
+        self._ending_thread = -1
+        self._claiming = threading.Lock()
+        self._steps = 0
+        self._tick_s = _TICK_S * max(1, count / 64)  # the hub hears all of them
+        self._sending = threading.Lock()
+        threading.Thread(target=self._listen, name="lockstep-line", daemon=True).start()
+
+    def exchange(
+        self,
+        channel: str,
+        value: Any,
+        *,
+        what: str,
+        group: tuple[int, ...],
+        cancelled: Callable[[], bool] | None = None,
+    ) -> list[Any] | None:
+        """Give a value, get those of all processes of the group, in their order.
+
+        All of them must make the same exchanges on a channel in the same order; one
+        thread uses a channel. There is no time limit: a process that died or hangs
+        ends the run, and for a slow one the wait is reported.
+
+        Args:
+            channel: the name of the sequence of exchanges.
+            value: anything JSON can hold.
+            what: what is waited for, in messages.
+            group: the processes that take part.
+            cancelled: asked now and then; when true, nothing is waited for.
+
+        Returns:
+            The values, or `None` when cancelled.
+
+        Raises:
+            ProcessLeft: another process left the channel.
+        """
+        number = self._numbers.get(channel, 0)
+        self._numbers[channel] = number + 1
+        message = {"kind": "value", "channel": channel, "number": number}
+        self._send(message | {"value": value, "what": what, "group": group})
+        with self._changed:
+            while (channel, number) not in self._answers:
+                if cancelled and cancelled():
+                    return None
+                self._changed.wait(_TICK_S if cancelled else None)
+            answer = self._answers.pop((channel, number))
+        if isinstance(answer, int):
+            raise ProcessLeft(
+                f"process {answer} has left its loop, and process {self.index} goes on "
+                f"({what})"
+            )
+        return answer
+
+    def leave(self, channel: str, group: tuple[int, ...]) -> None:
+        """Say that this process makes no more exchanges on a channel."""
+        self._numbers.pop(channel, None)
+        self._send({"kind": "leave", "channel": channel, "group": group})
+
+    def begin_step(self) -> None:
+        """Count a step that all processes take together; sent now and then."""
+        self._steps += 1
+
+    def claim_end(self) -> bool:
+        """Whether the calling thread is the one that ends this process."""
+        own = threading.get_ident()
+        with self._claiming:
+            if self._ending_thread == -1:
+                self._ending_thread = own
+        return self._ending_thread == own
+
+    def fail(self, text: str) -> None:
+        """Tell the others that this process ends, and why; returns when they know."""
+        self._send({"kind": "failed", "text": text})
+        self.bad_news.wait(2)
+
+    def hear_cause(self, wait_s: float) -> str:
+        """The reason for which the run ends, if another process has given one."""
+        self.bad_news.wait(wait_s)
+        return self.news
+
+    def finish(self) -> None:
+        """Wait until every process has come to its end."""
+        self._send({"kind": "done", "steps": self._steps})
+        self._all_done.wait()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            with self._sending:
+                self._messages.send(message)
+        except OSError:
+            pass  # the listening thread sees the end of the line, and says so
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                messages = self._messages.receive(self._tick_s)
+            except EOFError:
+                if not self._all_done.is_set():
+                    self._on_end({"text": _NO_HUB, "culprit": 0})
+                return
+            for message in messages:
+                handler = getattr(self, f"_on_{message['kind'].replace(' ', '_')}")
+                handler(message)
+            self._send({"kind": "steps", "steps": self._steps})
+
+    def _on_values(self, message: dict[str, Any]) -> None:
+        self._answer(message, message["values"])
+
+    def _on_left(self, message: dict[str, Any]) -> None:
+        self._answer(message, message["by"])
+
+    def _answer(self, message: dict[str, Any], answer: Any) -> None:
+        channel, number = message["of"]
+        with self._changed:
+            self._answers[channel, number] = answer
+            self._changed.notify_all()
+
+    def _on_note(self, message: dict[str, Any]) -> None:
+        write(f"lockstep: {message['text']}\n")
+
+    def _on_all_done(self, message: dict[str, Any]) -> None:
+        self._all_done.set()
+
+    def _on_stack(self, message: dict[str, Any]) -> None:
+        main = threading.main_thread().ident
+        frame = sys._current_frames().get(main or 0)
+        stack = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame else ""
+        self._send({"kind": "stack", "text": stack})
+
+    def _on_end(self, message: dict[str, Any]) -> None:
+        """Another process failed: say so, and end where no exit handler can wait."""
+        if self.bad_news.is_set():
+            return
+        self.news = message["text"]
+        self.bad_news.set()
+        if not self.claim_end():
+            return  # the thread that failed reads the news, and speaks last
+        write(f"lockstep: process {self.index} ends, for {self.news}\n")
+        self._leave(EXIT_OTHER_FAILED)
+
+
+_NO_HUB = (
+    "process 0 ended without a word: it was killed (out of memory?), or crashed in "
+    "native code"
+)
+
+
+def write(text: str) -> None:
+    """To standard error, whole and at once, whatever the main thread holds."""
+    try:
+        os.write(2, text.encode(errors="replace"))
+    except OSError:
+        pass
+
+
+def leave(code: int) -> None:
+    """End this process now; handlers at exit would wait for processes that are gone."""
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(0.5)  # the main thread may hold the lock of a stream
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass
