@@ -43,8 +43,7 @@ class Team:
     def run(self, steps):
         """Milliseconds a step, of the slowest member."""
         for member in self._members:
-            member.stdin.write(f"{steps}\n")
-            member.stdin.flush()
+            print(steps, file=member.stdin, flush=True)
         return max(self._answer(member) for member in self._members)
 
     def close(self):

@@ -19,7 +19,7 @@ LAYERS = tuple(
     set(names.split())
     for names in (
         # 0: the machine, and trees of values
-        """notices tree simulation devices distributed preemption""",
+        """notices tree simulation compile_cache devices distributed preemption""",
         # 1: values on devices
         """sharding placement rng metrics signatures compiles
         observers printing varying replicas packing elementwise source_lines""",

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
         writers,
     )
     from lockstep.callbacks import every
+    from lockstep.checkpoint import Checkpointer
+    from lockstep.compile_cache import cache_compiles
     from lockstep.data import prefetch
     from lockstep.devices import describe_devices, make_mesh, simulate_devices
     from lockstep.distributed import initialize, is_main_process
@@ -54,9 +56,11 @@ _NAMESPACES = (
 )
 
 _HOMES = {
+    "Checkpointer": "checkpoint",
     "Mean": "metrics",
     "TrainState": "step",
     "Trainer": "loop",
+    "cache_compiles": "compile_cache",
     "describe_devices": "devices",
     "device_key": "rng",
     "evaluate": "evaluation",
@@ -78,9 +82,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "Checkpointer",
     "Mean",
     "TrainState",
     "Trainer",
+    "cache_compiles",
     "callbacks",
     "compat",
     "data",

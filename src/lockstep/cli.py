@@ -43,6 +43,10 @@ _WatchEvery = Annotated[
     int,
     typer.Option(min=1, metavar="N", help="--watch compares the copies in each N."),
 ]
+_CompileCache = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Keep compiled programs there for the next run."),
+]
 _Rehearse = Annotated[
     int | None,
     typer.Option(
@@ -125,6 +129,7 @@ def run(
     rehearse: _Rehearse = None,
     watch: _Watch = False,
     watch_every: _WatchEvery = 100,
+    compile_cache: _CompileCache = None,
     processes: _Processes = None,
     max_restarts: _MaxRestarts = 0,
 ) -> None:
@@ -146,6 +151,10 @@ def run(
     with ExitStack() as setup:
         if count := simulate or rehearse:
             setup.enter_context(launch.simulated(count))
+        if compile_cache:
+            from lockstep.compile_cache import cache_compiles
+
+            cache_compiles(compile_cache)
         if compat or era_random:
             from lockstep.compat import install
 
