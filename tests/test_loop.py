@@ -320,6 +320,7 @@ class TestTheState:
         broken.place_state = lambda state: state
         broken.compiles, broken.mesh = trainer.parallel.compiles, trainer.mesh
         broken.place_batch, broken.dropped_rows = trainer.parallel.place_batch, 0
+        broken.remainder = "error"
         monkeypatch.setattr(trainer, "parallel", broken)
         with pytest.raises(MemoryError) as error:
             trainer.fit(trainer.state, rows(4))

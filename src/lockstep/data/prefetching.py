@@ -204,6 +204,28 @@ class PrefetchIterator(Iterator[Any]):
             )
         self._source.set_state(state)  # pyright: ignore[reportAttributeAccessIssue]
 
+    @property
+    def knows_its_place(self) -> bool:
+        """Whether the source has `get_state` and `set_state`."""
+        return all(hasattr(self._source, m) for m in ("get_state", "set_state"))
+
+    def skip(self, count: int) -> None:
+        """Read batches and leave them out, before the first one is taken.
+
+        Raises:
+            RuntimeError: the thread already reads from the source.
+            ValueError: there are not so many.
+        """
+        if self._worker is not None:
+            raise RuntimeError("skip after the first batch: call it on a fresh iter()")
+        for done in range(count):
+            if next(self._source, _UNREAD) is _UNREAD:
+                raise ValueError(
+                    f"the run had read {count} batches, and this "
+                    f"{type(self._source).__name__} ends after {done}: give the same "
+                    "batches to go on"
+                )
+
     def _running(self) -> Worker:
         if self._worker is None:
             self._worker = self._start(self._source)

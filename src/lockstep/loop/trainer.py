@@ -9,9 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from lockstep.checkpoint import Checkpointer
 from lockstep.loop import contract
-from lockstep.loop.feed import Feed, rows_of, together
+from lockstep.loop.batch_rows import rows_of
+from lockstep.loop.feed import Feed
 from lockstep.loop.running import Callback, Running, checked
+from lockstep.loop.saving import NotSaving, Saving
 from lockstep.loop.step_keys import StepKeys
 from lockstep.metrics import compute
 from lockstep.notices import say_once
@@ -84,6 +87,10 @@ class Trainer:
         key: a base key. A step with a third argument gets `step_key(key, i)` in it,
             where `i` counts the finished steps: 0 for the first step.
         callbacks: called after each step, in this order; see `callbacks`.
+        checkpoints: where the run is saved. One whose directory holds a checkpoint goes
+            on from there, whatever state and batches it is started with, and `steps`
+            or `epochs` then mean the whole run. SIGTERM and SIGINT end it after a step,
+            saved.
         remainder: what to do with rows that do not divide, as in `parallelize`.
         steps_per_call: how many steps are handed to the devices together. Worth it for
             steps of a millisecond or less, whose time is that of starting them. The
@@ -123,6 +130,7 @@ class Trainer:
         mesh: Mesh | None = None,
         key: jax.Array | None = None,
         callbacks: Iterable[Callback] = (),
+        checkpoints: Checkpointer | None = None,
         remainder: str | None = None,
         steps_per_call: int = 1,
         max_compiles: int | None = None,
@@ -141,6 +149,8 @@ class Trainer:
         self._state: Any = None
         key = contract.key_for(self.parallel.fn, key)
         self._keys = None if key is None else StepKeys(key, self.mesh)
+        self.checkpoints = checkpoints
+        self._saving = Saving(checkpoints, key) if checkpoints else NotSaving()
         self._clock = clock
         self._last_read = 0
         self._guarded = _check_guard(transfer_guard)
@@ -209,27 +219,40 @@ class Trainer:
         The callbacks have seen the step when it is yielded. Leaving the loop ends the
         run in good order.
         """
-        return self._run(state, Feed(batches, self.parallel, steps, epochs))
+        feed = Feed(
+            batches,
+            self.parallel,
+            steps,
+            epochs,
+            at_a_time=self.steps_per_call,
+            strict=self._saving.strict,
+        )
+        return self._run(state, feed)
 
     def _run(self, state: Any, feed: Feed) -> Generator[StepInfo, None, None]:
         """The loop."""
-        self._begin(state, feed)
-        with Running(self.callbacks) as callbacks, closing(iter(feed)) as batches:
-            callbacks.start(self, self._state)
-            for epoch, group in together(batches, self.steps_per_call):
-                infos = self._advance(epoch, group)
-                with self._guard():
-                    stop = callbacks(infos)
-                yield infos[-1]
-                if stop:
-                    return
-        feed.check_complete()
+        with self._saving as saving:
+            self._begin(state, feed)
+            with Running(self.callbacks) as callbacks, closing(iter(feed)) as batches:
+                callbacks.start(self, self._state)
+                for epoch, group in batches:
+                    infos = self._advance(epoch, group)
+                    with self._guard():
+                        stop = callbacks(infos)
+                    saving.after(infos)
+                    yield infos[-1]
+                    if stop or saving.asked():
+                        return
+            feed.check_complete()
 
     def _begin(self, state: Any, feed: Feed) -> None:
-        if state is not self._state or state is None:
+        fresh = state is not self._state or state is None
+        if fresh:
             self.step = 0
-        self._state = self.parallel.place_state(state)
-        self.total = None if feed.total is None else self.step + feed.total
+        state = self.parallel.place_state(state)
+        self._state = self._saving.begin(self, state, feed, fresh=fresh)
+        began = self.step - feed.done
+        self.total = None if feed.total is None else began + feed.total
         self._checked = False
         self._last_time = self._clock()
 

@@ -1,0 +1,133 @@
+"""What is saved beside the arrays, as JSON: where the run stood, and what it ran on."""
+
+import dataclasses
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+import numpy as np
+
+from lockstep.checkpoint.leaves import Leaf
+from lockstep.checkpoint.plan import Plan
+
+_PACKAGES = {"lockstep": "lockstep-jax", "jax": "jax", "jaxlib": "jaxlib"}
+
+
+def versions() -> dict[str, str]:
+    """The versions that a run trains with.
+
+    Example:
+        >>> versions()["jax"] == jax.__version__
+        True
+    """
+    found = {}
+    for name, package in _PACKAGES.items():
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:  # a checkout on the path
+            found[name] = "unknown"
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """One moment of a run.
+
+    Attributes:
+        step: steps that are finished.
+        leaves: what the state's leaves are, by path.
+        fit: the number of the `fit` or `steps` call of this trainer, from 1.
+        began: the step at which that call began.
+        position: where the batches of that call stand, see `Feed.position`.
+        key: the Trainer's base key, from `key_words`.
+        plan: devices and rows of a batch.
+        conditions: what the bits of the run depend on, if it promises bits.
+        results: numbers by which the best checkpoint is chosen.
+        versions: of lockstep and JAX.
+        seconds: when, in seconds since 1970.
+    """
+
+    step: int
+    leaves: dict[str, Leaf]
+    fit: int = 1
+    began: int = 0
+    position: dict[str, Any] | None = None
+    key: dict[str, Any] | None = None
+    plan: Plan | None = None
+    conditions: dict[str, Any] | None = None
+    results: dict[str, float] = dataclasses.field(default_factory=dict)
+    versions: dict[str, str] = dataclasses.field(default_factory=versions)
+    seconds: float = dataclasses.field(default_factory=time.time)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        leaves = {path: leaf.to_json() for path, leaf in self.leaves.items()}
+        plan = None if self.plan is None else dataclasses.asdict(self.plan)
+        return fields | {"leaves": leaves, "plan": plan}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Saved":
+        """The inverse of `to_json`; fields of later versions are left out."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        values = {name: value for name, value in fields.items() if name in known}
+        leaves = {path: Leaf.from_json(leaf) for path, leaf in fields["leaves"].items()}
+        plan = Plan(**fields["plan"]) if fields.get("plan") else None
+        return cls(**values | {"leaves": leaves, "plan": plan})
+
+
+def key_words(key: jax.Array | None) -> dict[str, Any] | None:
+    """A base key as plain numbers.
+
+    Example:
+        >>> key_words(jax.random.key(7))
+        {'impl': 'threefry2x32', 'words': [0, 7]}
+    """
+    if key is None:
+        return None
+    typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+    words = jax.random.key_data(key) if typed else key
+    impl = str(jax.random.key_impl(key)) if typed else "raw"
+    return {"impl": impl, "words": np.asarray(words).tolist()}
+
+
+def check_key(saved: Saved, key: jax.Array | None, where: Any) -> None:
+    """Refuse to go on with other random numbers than the run began with.
+
+    Raises:
+        ValueError: the Trainer's key is another one.
+    """
+    mine = key_words(key)
+    if mine == saved.key:
+        return
+    was = "no key" if saved.key is None else f"the key {saved.key['words']}"
+    now = "none" if mine is None else f"{mine['words']}"
+    if mine and saved.key and mine["impl"] != saved.key["impl"]:
+        was, now = f"{was} ({saved.key['impl']})", f"{now} ({mine['impl']})"
+    raise ValueError(
+        f"the run in {where} was started with {was}, and the Trainer has {now}: its "
+        "random numbers would not be those of the run. Give Trainer(key=...) the same "
+        "key, or use another directory for a new run"
+    )
+
+
+def check_conditions(saved: Saved, now: dict[str, Any] | None, where: Any) -> None:
+    """Refuse to go on where the promised bits would not be the same.
+
+    Raises:
+        ValueError: lists each condition that changed.
+    """
+    if not saved.conditions or not now:
+        return
+    changed = [
+        f"{name} was {old!r} and is now {now.get(name)!r}"
+        for name, old in saved.conditions.items()
+        if now.get(name) != old
+    ]
+    if changed:
+        raise ValueError(
+            f"the run in {where} is the same bit for bit only under the conditions "
+            f"that it began with: {'; '.join(changed)}. Bring them back, or go on "
+            "without fixed_shards"
+        )

@@ -1,0 +1,130 @@
+"""A run goes on where an earlier process left it: state, step, keys, batches."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lockstep.checkpoint import Checkpointer
+from lockstep.checkpoint.plan import KEEP, Plan, replan
+from lockstep.checkpoint.saved import Saved, check_conditions, check_key, key_words
+from lockstep.loop.feed import Feed
+
+_log = logging.getLogger("lockstep")
+
+
+class Resuming:
+    """Brings the calls of `fit` of one Trainer to where they stood.
+
+    A script may call `fit` several times. Its calls are counted, and a checkpoint knows
+    in which of them it was made: when the script starts again, the calls before that
+    one are passed over.
+
+    Attributes:
+        fit: the number of this call of `fit`, from 1.
+        began: the step at which the call began, in the first process.
+    """
+
+    def __init__(self, checkpoints: Checkpointer, key: jax.Array | None) -> None:
+        self._checkpoints, self._key = checkpoints, key
+        self._saved: Saved | None = None
+        self.fit = self.began = 0
+
+    def state(self, trainer: Any, state: Any) -> Any:
+        """The newest state of the directory in place of `state`, if there is one.
+
+        Args:
+            trainer: its step is set.
+            state: a placed state, for its tree and its layout.
+        """
+        self.fit = 0
+        described = jax.tree.map(_describe, state)
+
+        def check(saved: Saved, path: Path) -> None:
+            check_key(saved, self._key, path)
+            check_conditions(saved, _conditions(trainer), path)
+
+        found = self._checkpoints.newest(described, check)
+        self._saved = None if found is None else found[0]
+        if found is None:
+            return state
+        trainer.step = found[0].step
+        path = self._checkpoints.directory / str(trainer.step)
+        _log.warning("the run goes on after step %s, from %s", trainer.step, path)
+        return trainer.parallel.place_state(found[1])
+
+    def batches(self, trainer: Any, feed: Feed) -> None:
+        """Put the batches of the next call of `fit` where they stood."""
+        self.fit, self.began = self.fit + 1, trainer.step
+        saved = self._saved
+        if saved is None or saved.fit < self.fit:
+            return
+        if saved.fit > self.fit:
+            feed.skip()
+            _log.warning("call %s of fit was complete: nothing to train", self.fit)
+            return
+        self.began = saved.began
+        if saved.position is not None:
+            feed.go_to(saved.position)
+        if feed.is_complete:
+            _log.warning("all %s steps were done: nothing to train", feed.done)
+        elif saved.plan is not None and self._checkpoints.policy is not None:
+            now = self.plan(trainer, feed)
+            feed.rows.want(_rows_to_keep(saved.plan, now, self._checkpoints.policy))
+
+    def plan(self, trainer: Any, feed: Feed) -> Plan:
+        """How this run cuts its batches."""
+        step = trainer.parallel
+        return Plan(
+            devices=step.mesh.shape[step.axis_name],
+            rows=feed.rows.count,
+            accumulate=getattr(step.fn, "accumulate", 1),
+            step=trainer.step,
+            total=None if feed.total is None else self.began + feed.total,
+            epoch_rows=feed.epoch_rows,
+            fixed_shards=getattr(step.fn, "fixed_shards", None),
+        )
+
+    def facts(self, trainer: Any, feed: Feed) -> dict[str, Any]:
+        """What a checkpoint says of this run, beside state and position."""
+        return {
+            "fit": self.fit,
+            "began": self.began,
+            "key": key_words(self._key),
+            "plan": self.plan(trainer, feed),
+            "conditions": _conditions(trainer),
+        }
+
+
+def _rows_to_keep(old: Plan, now: Plan, policy: str) -> int:
+    """The rows that a batch of this run has to have; says what else changes."""
+    if old.devices == now.devices:
+        return old.rows
+    if policy == KEEP and old.rows % now.devices:  # remainder="pad" may still run it
+        _log.warning(
+            "saved on %s devices, and goes on on %s, with %s rows a batch as before",
+            *(old.devices, now.devices, old.rows),
+        )
+        return old.rows
+    old = dataclasses.replace(old, step=now.step, total=now.total)
+    change = replan(old, now.devices, policy)
+    _log.warning("saved on %s devices:\n%s", old.devices, change.describe())
+    return change.new.rows
+
+
+def _conditions(trainer: Any) -> dict[str, Any] | None:
+    """What the bits of this step depend on, if it promises bits."""
+    conditions = getattr(trainer.parallel.fn, "conditions", None)
+    return None if conditions is None else conditions(trainer.mesh)
+
+
+def _describe(leaf: Any) -> Any:
+    """A leaf without its values, so that its memory is free for what is restored."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    weak = getattr(leaf, "weak_type", False)  # keys have none
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak
+    )

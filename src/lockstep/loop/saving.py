@@ -1,0 +1,136 @@
+"""The checkpoints of a run: from the newest one on, and to a last one at its end."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+
+from lockstep.checkpoint import Checkpointer
+from lockstep.checkpoint.saved import Saved
+from lockstep.loop.feed import Feed
+from lockstep.loop.resuming import Resuming
+from lockstep.preemption import Interrupted, Preempted, StopSignals
+
+
+class NotSaving:
+    """What a Trainer without a `Checkpointer` has in place of `Saving`."""
+
+    strict = False
+
+    def begin(self, trainer: Any, state: Any, feed: Feed, *, fresh: bool) -> Any:
+        """The state as it is."""
+        return state
+
+    def after(self, infos: list[Any]) -> None:
+        """Nothing."""
+
+    def asked(self) -> bool:
+        """Never: signals do what they always do."""
+        return False
+
+    def __enter__(self) -> "NotSaving":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class Saving:
+    """Saves the runs of one Trainer, and ends them when a signal asks for it.
+
+    As a context it is one run. Left in good order, it saves the last step and waits
+    until that is on the disk; left by an error, it waits for the save under way.
+    """
+
+    _trainer: Any
+    _feed: Any
+    _info: Any  # of the step that was finished last
+    _position: Any
+
+    def __init__(self, checkpoints: Checkpointer, key: jax.Array | None) -> None:
+        self.strict = checkpoints.strict
+        self._checkpoints = checkpoints
+        self._resuming = Resuming(checkpoints, key)
+        self._last: int | None = None  # the step that is saved
+        self._signals = StopSignals()
+        self._run = ExitStack()
+        self._forget()
+
+    def begin(self, trainer: Any, state: Any, feed: Feed, *, fresh: bool) -> Any:
+        """The state to go on with, on the devices; `feed` is put where it stood.
+
+        Args:
+            trainer: its step is set to that of the state.
+            state: the placed state that the run was given.
+            feed: the batches of this run, not yet read.
+            fresh: whether the state is not the one that this Trainer has reached.
+        """
+        if fresh:
+            state = self._resuming.state(trainer, state)
+            self._last = trainer.step or None
+        self._resuming.batches(trainer, feed)
+        self._feed, self._trainer = feed, trainer
+        return state
+
+    def after(self, infos: list[Any]) -> None:
+        """Save if it is time, after a call of one or several steps."""
+        self._info, self._position = infos[-1], self._feed.position()
+        self._checkpoints.check()
+        due = any(step % self._checkpoints.every == 0 for step in self._info.call)
+        if due or self._checkpoints.improves(self._info.results):
+            self._save()
+
+    def asked(self) -> bool:
+        """Whether a signal asks the run to stop after this step."""
+        return self._signals.asked(self._info.step) is not None
+
+    def __enter__(self) -> "Saving":
+        self._signals = self._run.enter_context(StopSignals())
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        with self._run.pop_all():
+            try:
+                if kind in (None, GeneratorExit):
+                    self._finish()
+                elif isinstance(error, Exception):  # a second SIGINT does not wait
+                    self._keep_what_is_saved(error)
+            finally:
+                self._forget()
+
+    def _finish(self) -> None:
+        if self._info is not None and self._info.step != self._last:
+            self._save()
+        self._checkpoints.wait()
+        signal = self._signals.asked(self._last or 0)
+        if signal is not None:
+            where = self._checkpoints.directory / str(self._last)
+            kind = Interrupted if signal == "SIGINT" else Preempted
+            raise kind(
+                f"{signal}: the run ended after step {self._last} and is saved in "
+                f"{where}; start it again, and it goes on from there"
+                if self._last
+                else f"{signal}: the run ended before its first step"
+            )
+
+    def _keep_what_is_saved(self, error: Exception) -> None:
+        """Wait for the save under way; a failure of it is told beside the error."""
+        try:
+            self._checkpoints.wait()
+        except RuntimeError as failure:
+            error.add_note(f"then also: {failure}")
+
+    def _save(self) -> None:
+        info, position = self._info, self._position
+        facts = self._resuming.facts(self._trainer, self._feed)
+        results = {name: float(value) for name, value in info.results.items()}
+
+        def saved(leaves: dict[str, Any]) -> Saved:
+            return Saved(info.step, leaves, position=position, results=results, **facts)
+
+        self._checkpoints.write(self._trainer.state, saved)
+        self._last = info.step
+
+    def _forget(self) -> None:
+        """Hold nothing of a run that has ended: its batches, its trainer, its state."""
+        self._trainer = self._feed = self._info = self._position = None
