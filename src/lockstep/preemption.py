@@ -24,10 +24,6 @@ class Preempted(SystemExit):
         self.code = EXIT_CODE
 
 
-class Interrupted(KeyboardInterrupt):
-    """The run was interrupted once, and has saved."""
-
-
 class StopSignals:
     """A context in which SIGTERM and SIGINT are requests to stop after a step.
 

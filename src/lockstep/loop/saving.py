@@ -1,5 +1,6 @@
 """The checkpoints of a run: from the newest one on, and to a last one at its end."""
 
+import logging
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,7 +10,9 @@ from lockstep.checkpoint import Checkpointer
 from lockstep.checkpoint.saved import Saved
 from lockstep.loop.feed import Feed
 from lockstep.loop.resuming import Resuming
-from lockstep.preemption import Interrupted, Preempted, StopSignals
+from lockstep.preemption import Preempted, StopSignals
+
+_log = logging.getLogger("lockstep")
 
 
 class NotSaving:
@@ -104,14 +107,21 @@ class Saving:
         self._checkpoints.wait()
         signal = self._signals.asked(self._last or 0)
         if signal is not None:
-            where = self._checkpoints.directory / str(self._last)
-            kind = Interrupted if signal == "SIGINT" else Preempted
-            raise kind(
+            raise self._stopped(signal)
+
+    def _stopped(self, signal: str) -> BaseException:
+        if self._last is None:
+            message = f"{signal}: the run ended before its first step"
+        else:
+            message = (
                 f"{signal}: the run ended after step {self._last} and is saved in "
-                f"{where}; start it again, and it goes on from there"
-                if self._last
-                else f"{signal}: the run ended before its first step"
+                f"{self._checkpoints.directory / str(self._last)}; start it again, and "
+                "it goes on from there"
             )
+        if signal == "SIGINT":
+            return KeyboardInterrupt(message)
+        _log.warning(message)  # an exit code ends Python without a word
+        return Preempted(message)
 
     def _keep_what_is_saved(self, error: Exception) -> None:
         """Wait for the save under way; a failure of it is told beside the error."""
