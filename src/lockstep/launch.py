@@ -60,9 +60,18 @@ def run(program: Program) -> None:
     except (SystemExit, CannotStart):
         raise
     except BaseException as error:
+        _explain_old_names(error)
         traceback = _without_launcher(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+
+
+def _explain_old_names(error: BaseException) -> None:
+    if "lockstep.compat.install" in sys.modules:
+        from lockstep.compat.install import explain, is_installed
+
+        if is_installed():
+            explain(error)
 
 
 def _load_script(program: Program) -> tuple[Iterable[CodeType], ModuleType]:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fresh_process import run_python
+from fresh_process import run_lockstep, run_python
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lockstep import compat
+from lockstep.compat.install import explain
 
 # The first random number of key 0, printed in many a tutorial of the time.
 FIRST_NORMAL_OF_THE_ERA = -0.20584226
@@ -76,17 +77,6 @@ class TestDataParallelNames:
         one = jax.device_put(np.ones(2), jax.devices()[5])
         assert one.device_buffer.device() == jax.devices()[5]
         np.testing.assert_array_equal(np.asarray(one.device_buffer), [1, 1])
-
-    def test_the_device_of_an_array_is_a_method_too(self):
-        second = jax.devices()[1]
-        x = jax.device_put(np.ones(2), second)
-        assert x.device() == x.device == second
-        assert jax.device_put(np.ones(2), x.device()).devices() == {second}
-        mesh = Mesh(np.asarray([second]), "i")
-        layout = NamedSharding(mesh, P())
-        assert jax.device_put(x, layout).device() == second
-        with pytest.raises(ValueError, match=r"on 8 devices: write x.devices\(\)"):
-            jax.pmap(lambda v: v)(np.ones((8, 2))).device()
 
     def test_what_pmap_returns_has_a_pmap_sharding(self):
         out = jax.pmap(lambda v: v)(np.ones((8, 2)))
@@ -417,3 +407,19 @@ from jax import device_put_replicated, tree_map, replicate
 def test_installing_starts_no_backend():
     done = run_python("-W", "error", "-c", STARTS_NO_BACKEND)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("place", ["x.device()", "jax.pmap(lambda v: v)(x).device()"])
+def test_an_error_about_the_device_of_an_array_says_what_to_write(place, tmp_path):
+    script = tmp_path / "old.py"
+    script.write_text(f"import jax\nx = jax.numpy.ones(2)\n{place}\n")
+    run = "run", "--simulate", "2", "--compat", str(script)
+    done = run_lockstep(*run, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "write x.device for an array on one device, x.devices()" in done.stderr
+
+
+def test_other_errors_are_left_as_they_are():
+    for error in TypeError("'int' object is not callable"), ValueError("no"):
+        explain(error)
+        assert not getattr(error, "__notes__", None)

@@ -101,26 +101,6 @@ device_buffers = property(_buffers, doc="Each device's part, in pmap's order.")
 device_buffer = property(lambda x: _buffers(x)[0], doc="The first device's part.")
 
 
-def called_device(device: jax.Device) -> jax.Device:
-    """The device itself, for `x.device()` where `x.device` is one."""
-    return device
-
-
-def called_sharding(sharding: NamedSharding) -> jax.Device:
-    """The device of an array that lies on one, for `x.device()`.
-
-    Raises:
-        ValueError: the array lies on several.
-    """
-    devices = sorted(sharding.device_set, key=lambda device: device.id)
-    if len(devices) > 1:
-        raise ValueError(
-            f"x.device() of an array on {len(devices)} devices: write x.devices() for "
-            "all of them, or x.addressable_shards[i].device for one row's"
-        )
-    return devices[0]
-
-
 def _number_of(convert: Callable[[Any], Any]) -> Callable[[jax.Array], Any]:
     def of(array: jax.Array) -> Any:
         if array.size != 1:

@@ -5,6 +5,7 @@ error says what to write today.
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from lockstep.compat.flags import FLAGS
 from lockstep.compat.names import NAMES, look_up
@@ -22,6 +22,7 @@ from lockstep.compat.naming import Name
 from lockstep.notices import say_once
 
 _restored: ExitStack | None = None
+_CALLED_A_PLACE = re.compile(r"(Device|Sharding)' object is not callable")
 
 
 def install(*, era_random: bool = False) -> None:
@@ -47,7 +48,6 @@ def install(*, era_random: bool = False) -> None:
     if _restored is None:
         with ExitStack() as undo:
             _restore_names(undo)
-            _restore_device_calls(undo)
             _explain_missing_names(undo)
             _restore_config(undo)
             _restored = undo.pop_all()
@@ -107,14 +107,6 @@ def _restore(undo: ExitStack, row: Name) -> None:
     _set(undo, owner, attribute, value)
     if isinstance(value, ModuleType):
         _set_module(undo, row.old, value)
-
-
-def _restore_device_calls(undo: ExitStack) -> None:
-    """`x.device` is a device and `x.device()` was one: so devices answer a call."""
-    from lockstep.compat import era
-
-    _set(undo, jax.Device, "__call__", era.called_device)
-    _set(undo, NamedSharding, "__call__", era.called_sharding)
 
 
 def _is_installed(dotted: str) -> bool:
@@ -206,6 +198,19 @@ class _GoneFinder:
 
 def _explanation(dotted: str, row: Name) -> str:
     return f"{dotted} is gone from today's {dotted.split('.')[0]}: use {row.today}"
+
+
+def explain(error: BaseException) -> None:
+    """Adds what to write today to an error that says it only to those who know.
+
+    `x.device()` is such a case: it cannot be restored, for JAX takes what can be
+    called for a function.
+    """
+    if isinstance(error, TypeError) and _CALLED_A_PLACE.search(str(error)):
+        error.add_note(
+            "lockstep: where an array lies is no method any more: write x.device for "
+            "an array on one device, x.devices() for one on several"
+        )
 
 
 # --- settings -------------------------------------------------------------------
