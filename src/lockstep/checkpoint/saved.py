@@ -110,24 +110,3 @@ def check_key(saved: Saved, key: jax.Array | None, where: Any) -> None:
         "random numbers would not be those of the run. Give Trainer(key=...) the same "
         "key, or use another directory for a new run"
     )
-
-
-def check_conditions(saved: Saved, now: dict[str, Any] | None, where: Any) -> None:
-    """Refuse to go on where the promised bits would not be the same.
-
-    Raises:
-        ValueError: lists each condition that changed.
-    """
-    if not saved.conditions or not now:
-        return
-    changed = [
-        f"{name} was {old!r} and is now {now.get(name)!r}"
-        for name, old in saved.conditions.items()
-        if now.get(name) != old
-    ]
-    if changed:
-        raise ValueError(
-            f"the run in {where} is the same bit for bit only under the conditions "
-            f"that it began with: {'; '.join(changed)}. Bring them back, or go on "
-            "without fixed_shards"
-        )

@@ -40,11 +40,15 @@ class Store:
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, in order."""
-        return [step for step in all_steps(self.directory) if missing(self, step) == []]
+        return [step for step in all_steps(self.directory) if not self.missing(step)]
 
     def path(self, step: int) -> Path:
         """The folder of one checkpoint."""
         return self.directory / str(step)
+
+    def missing(self, step: int) -> list[str]:
+        """The files that a complete checkpoint has and this one has not."""
+        return [name for name in _NEEDED if not (self.path(step) / name).is_file()]
 
     def read_run(self, step: int) -> dict[str, Any]:
         """What was saved beside the arrays.
@@ -163,11 +167,6 @@ def all_steps(directory: Path) -> list[int]:
     """The steps of everything that stands under a step's name, damaged or not."""
     names = (p.name for p in directory.iterdir()) if directory.is_dir() else ()
     return sorted(int(name) for name in names if _STEP.fullmatch(name))
-
-
-def missing(store: Store, step: int) -> list[str]:
-    """The files that a complete checkpoint has and this one has not."""
-    return [n for n in _NEEDED if not (store.path(step) / n).is_file()]
 
 
 def leftovers(directory: Path) -> list[Path]:

@@ -9,8 +9,9 @@ import jax
 
 from lockstep.checkpoint import Checkpointer
 from lockstep.checkpoint.plan import KEEP, Plan, replan
-from lockstep.checkpoint.saved import Saved, check_conditions, check_key, key_words
+from lockstep.checkpoint.saved import Saved, check_key, key_words
 from lockstep.loop.feed import Feed
+from lockstep.step.conditions import changed, conditions
 
 _log = logging.getLogger("lockstep")
 
@@ -44,7 +45,7 @@ class Resuming:
 
         def check(saved: Saved, path: Path) -> None:
             check_key(saved, self._key, path)
-            check_conditions(saved, _conditions(trainer), path)
+            _check_conditions(saved, trainer.parallel.fn, path)
 
         found = self._checkpoints.newest(described, check)
         self._saved = None if found is None else found[0]
@@ -70,9 +71,11 @@ class Resuming:
             feed.go_to(saved.position)
         if feed.is_complete:
             _log.warning("all %s steps were done: nothing to train", feed.done)
-        elif saved.plan is not None and self._checkpoints.policy is not None:
+        elif saved.plan is not None:
+            policy = KEEP if saved.plan.fixed_shards else self._checkpoints.policy
             now = self.plan(trainer, feed)
-            feed.rows.want(_rows_to_keep(saved.plan, now, self._checkpoints.policy))
+            if policy is not None:
+                feed.rows.want(_rows_to_keep(saved.plan, now, policy))
 
     def plan(self, trainer: Any, feed: Feed) -> Plan:
         """How this run cuts its batches."""
@@ -94,7 +97,7 @@ class Resuming:
             "began": self.began,
             "key": key_words(self._key),
             "plan": self.plan(trainer, feed),
-            "conditions": _conditions(trainer),
+            "conditions": _conditions(trainer.parallel.fn, feed.rows.count),
         }
 
 
@@ -114,10 +117,28 @@ def _rows_to_keep(old: Plan, now: Plan, policy: str) -> int:
     return change.new.rows
 
 
-def _conditions(trainer: Any) -> dict[str, Any] | None:
-    """What the bits of this step depend on, if it promises bits."""
-    conditions = getattr(trainer.parallel.fn, "conditions", None)
-    return None if conditions is None else conditions(trainer.mesh)
+def _conditions(step: Any, rows: int | None) -> dict[str, Any] | None:
+    """What the bits of a step depend on, if it promises bits."""
+    promises = getattr(step, "fixed_shards", None)
+    return conditions(step, rows) if promises else None
+
+
+def _check_conditions(saved: Saved, step: Any, path: Path) -> None:
+    """Refuse to go on where the promised bits would not be the same.
+
+    Raises:
+        ValueError: lists each condition that changed.
+    """
+    rows = (saved.conditions or {}).get("global_batch")  # the batches are asked later
+    now = _conditions(step, rows)
+    if not saved.conditions or not now:
+        return
+    if different := changed(saved.conditions, now):
+        raise ValueError(
+            f"the run in {path} has fixed_shards, and gives the same bits only under "
+            f"the conditions that it began with; changed are {'; '.join(different)}. "
+            "Bring them back, or go on without fixed_shards"
+        )
 
 
 def _describe(leaf: Any) -> Any:
