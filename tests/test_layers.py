@@ -22,7 +22,8 @@ LAYERS = tuple(
         """notices tree simulation compile_cache devices distributed preemption""",
         # 1: values on devices
         """sharding placement rng metrics signatures compiles
-        observers printing varying replicas packing elementwise source_lines""",
+        observers printing varying replicas packing elementwise source_lines
+        host_batches row_shares same_values spreading""",
         # 2: one step: the train step, then any step on all devices
         """reduce fixed_order step first_step parallel memory transfers""",
         # 3: data in, numbers out
@@ -30,7 +31,7 @@ LAYERS = tuple(
         # 4: many steps
         """loop callbacks""",
         # 5: the command line
-        """bench doctor launch processes rehearse watch replay cli __main__""",
+        """bench scale doctor launch processes rehearse watch replay cli __main__""",
     )
 )
 # Side packages: the highest layer that they import, and the lowest that imports them.

@@ -224,6 +224,51 @@ def bench(
 
 
 @app.command()
+def scale(
+    where: Annotated[
+        str | None, typer.Argument(metavar="[FILE.py:MAKE]", help="As for bench.")
+    ] = None,
+    network: Annotated[str, typer.Option(help="One of the presets.")] = "h100-ndr",
+    compute_ms: Annotated[
+        float | None, typer.Option(help="A step on one device, without MAKE.")
+    ] = None,
+    gradient_mb: Annotated[
+        float | None, typer.Option(help="Bytes all-reduced in a step, without MAKE.")
+    ] = None,
+    messages: Annotated[int, typer.Option(help="In so many all-reduces.")] = 1,
+    hidden: Annotated[
+        float, typer.Option(help="Part of them that runs beside the backward pass.")
+    ] = 0.0,
+    last: Annotated[int, typer.Option(help="Devices in the last line.")] = 16_384,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
+) -> None:
+    """Predict the time of a step on up to 16,384 devices, at equal rows a device.
+
+    MAKE's step is timed here, on one device with the batch that it returns; or give
+    the two numbers.
+
+    Example: lockstep scale --compute-ms 180 --gradient-mb 100 --network ethernet-100
+    """
+    from lockstep.scale import command
+
+    try:
+        text = command.scale(
+            where,
+            network=network,
+            compute_ms=compute_ms,
+            gradient_mb=gradient_mb,
+            messages=messages,
+            hidden=hidden,
+            last=last,
+            plot=plot,
+        )
+    except ValueError as error:
+        typer.echo(f"lockstep scale: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(text)
+
+
+@app.command()
 def checkpoints(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="run/checkpoints")],
 ) -> None:
