@@ -152,13 +152,9 @@ def run(
         if count := simulate or rehearse:
             setup.enter_context(launch.simulated(count))
         if compile_cache:
-            from lockstep.compile_cache import cache_compiles
-
-            cache_compiles(compile_cache)
+            import_module("lockstep").cache_compiles(compile_cache)
         if compat or era_random:
-            from lockstep.compat import install
-
-            install(era_random=era_random)
+            import_module("lockstep.compat").install(era_random=era_random)
         if rehearse:
             from lockstep.rehearse import rehearsed
 
