@@ -156,13 +156,9 @@ def run(
         if compat or era_random:
             import_module("lockstep.compat").install(era_random=era_random)
         if rehearse:
-            from lockstep.rehearse import rehearsed
-
-            setup.enter_context(rehearsed(rehearse))
+            setup.enter_context(import_module("lockstep.rehearse").rehearsed(rehearse))
         if watch:
-            from lockstep.watch import watched
-
-            setup.enter_context(watched(watch_every))
+            setup.enter_context(import_module("lockstep.watch").watched(watch_every))
         try:
             launch.run(program)
         except launch.CannotStart as error:
