@@ -113,7 +113,10 @@ class CompileLog:
         known = [(new.changes_from(e.signature), e.signature) for e in self.entries]
         changes, nearest = min(known, key=lambda pair: len(pair[0]))
         if not changes:
-            return "the same leaves in other containers or with other static parts", ""
+            return (
+                "the same leaves in other containers, with other static parts, or "
+                "inside jit or grad"
+            ), ""
         more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
         short = new.lost_rows(nearest) and not new.changes_from(nearest)[3:]
         hint = " (a short batch: remainder='pad' keeps one shape)" if short else ""
