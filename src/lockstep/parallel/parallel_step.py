@@ -262,7 +262,7 @@ class ParallelStep:
         if self.view == "device" and self._draws(placed):
             return None  # the devices' own masks are not those of one device
         alone = self.on(real_rows.first_device(self.mesh))
-        *args, kwargs = real_rows.without_padding(placed, self._placer.multiple)
+        *args, kwargs = real_rows.without_padding(placed, alone._placer.multiple)
         try:
             exact = placement.to_host(alone(*args, **kwargs))
         except jax.errors.JaxRuntimeError:  # one device may be too small for it
