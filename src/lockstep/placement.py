@@ -1,44 +1,58 @@
 """Host to devices and back: replicate a state, shard a batch, read a tree.
 
-Rows go from the host straight to their device; nothing passes through device 0.
+Rows go from the host straight to their device; nothing passes through device 0. Of
+several processes each places its own rows, on its own devices.
 """
 
-import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from lockstep import sharding, tree
+from lockstep import sharding, spreading, tree
 from lockstep.devices import make_mesh
+from lockstep.distributed.session import MAIN, group_of
+from lockstep.host_batches import (
+    REMAINDERS as REMAINDERS,
+)
+from lockstep.host_batches import (
+    MaskedBatch as MaskedBatch,
+)
+from lockstep.host_batches import (
+    check_batch as check_batch,
+)
+from lockstep.host_batches import (
+    check_registered as check_registered,
+)
+from lockstep.host_batches import (
+    count_rows as count_rows,
+)
+from lockstep.host_batches import (
+    fill_up,
+)
+from lockstep.host_batches import (
+    map_named as map_named,
+)
+from lockstep.host_batches import (
+    pad_batch as pad_batch,
+)
+from lockstep.host_batches import (
+    take_rows as take_rows,
+)
 from lockstep.notices import say_once
-
-REMAINDERS = ("error", "pad", "drop", "unsplit")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class MaskedBatch:
-    """A batch that may hold padding, with the mask that says where.
-
-    `remainder="pad"` always yields one, for full batches too, so that every batch
-    of a run has the same shape.
-
-    Attributes:
-        data: the user's batch, leaves `[B, ...]`.
-        mask: float32 `[B]`, 1 for a real row and 0 for padding.
-    """
-
-    data: Any
-    mask: Any
+from lockstep.row_shares import Ended, Shares, share_rows
+from lockstep.same_values import same_values
 
 
 def replicate(state: Any, mesh: Mesh | None = None) -> Any:
     """Copy a tree to every device of the mesh.
 
-    The caller's own arrays are never shared, so a step may donate the result.
+    The caller's own arrays are never shared, so a step may donate the result. Several
+    processes must hold the same tree; if they do not, that of process 0 is taken, and
+    this is said.
     Python numbers become weakly typed arrays, so that no dtype drifts; `bool`,
     `str`, functions and `None` stay as they are.
 
@@ -51,7 +65,9 @@ def replicate(state: Any, mesh: Mesh | None = None) -> Any:
         >>> state["w"].sharding.is_fully_replicated, state["step"].weak_type
         (True, True)
     """
-    where = sharding.replicated(make_mesh() if mesh is None else mesh)
+    mesh = make_mesh() if mesh is None else mesh
+    where = sharding.replicated(mesh)
+    state = same_values(state, mesh, "state")
     return map_named(lambda path, leaf: copy_to(leaf, where, path), state, "state")
 
 
@@ -67,8 +83,9 @@ def shard_batch(
     """Split the rows of a batch over the devices of one mesh axis.
 
     Args:
-        batch: a tree of `[B, ...]` arrays (NumPy, torch, TensorFlow, JAX). Leaves of
-            rank 0 have no rows and are replicated; `None` and `bool` pass through.
+        batch: a tree of `[B, ...]` arrays (NumPy, torch, TensorFlow, JAX), with the
+            rows of this process. Leaves of rank 0 have no rows and are replicated;
+            `None` and `bool` pass through.
         mesh: the devices; all of them when `None`.
         axis_name: the mesh axis that splits the rows: "data" if there are several.
         remainder: what to do with rows that do not divide: `"error"`; `"pad"` (the
@@ -79,7 +96,8 @@ def shard_batch(
             of an epoch gets the shape of the full ones.
 
     Raises:
-        ValueError: no rows, unequal rows, text leaves, or rows that do not divide.
+        ValueError: no rows, unequal rows, text leaves, rows that do not divide, or
+            processes with unequal rows under `"error"`.
 
     Example:
         >>> mesh = make_mesh()
@@ -88,72 +106,121 @@ def shard_batch(
         >>> shard_batch({"x": np.ones((5, 3))}, mesh, remainder="pad").mask.sum()
         Array(5., dtype=float32)
     """
-    if remainder not in REMAINDERS:
-        raise ValueError(f"remainder={remainder!r} is not one of {REMAINDERS}")
     mesh = make_mesh() if mesh is None else mesh
-    axis_name = sharding.row_axis(mesh, axis_name)
-    by_rows = sharding.rows(mesh, axis_name)
-    need = mesh.shape[axis_name] * multiple
-    if isinstance(batch, MaskedBatch):
-        batch, mask = batch.data, batch.mask
-        batch = MaskedBatch(check_batch(batch), mask)
-        if count_rows(batch.data) % need:
-            raise ValueError(_does_not_divide(batch.data, mesh, axis_name, multiple))
-        return _put_rows(batch, by_rows)
-    batch = check_batch(batch)
-    left_over = count_rows(batch) % need
-    if remainder == "pad":
-        return _put_rows(pad_batch(batch, need, at_least=at_least), by_rows)
-    if left_over and remainder == "error":
-        raise ValueError(_does_not_divide(batch, mesh, axis_name, multiple))
-    if left_over and remainder == "drop":
-        say_once(
-            "dropped rows",
-            f"remainder='drop': the last {left_over} of {count_rows(batch)} rows of a "
-            f"batch are left out, for {need} rows make a whole part on every device "
-            "(further drops are not reported; step.dropped_rows counts them)",
-        )
-        return _put_rows(_drop_rows(batch, left_over), by_rows)
-    if left_over:
-        return _put_rows(batch, sharding.replicated(mesh))
-    return _put_rows(batch, by_rows)
+    layout = Layout(mesh, sharding.row_axis(mesh, axis_name), multiple)
+    return place_batch(batch, layout, remainder, at_least=at_least)[0]
 
 
-def pad_batch(batch: Any, multiple: int, *, at_least: int = 0) -> MaskedBatch:
-    """Repeat the last row until the rows divide, and say which rows are real.
+class Layout(NamedTuple):
+    """Where rows go: along one axis of a mesh, a multiple of so many to each device."""
 
-    Padding repeats a real row and never holds zeros: zeros make NaN gradients where
-    a norm or a logarithm meets them.
+    mesh: Mesh
+    axis_name: str
+    multiple: int = 1
+
+
+class Unplaced(NamedTuple):
+    """A batch that must be gathered from all processes, on their main threads."""
+
+    batch: Any
+    shares: Shares
+
+    def place(self, layout: Layout) -> Any:
+        """Place it now: all rows on every device."""
+        target = max(self.shares.counts)
+        padded = fill_up(self.batch, self.shares.own, self.shares.shards, target)
+        rows = self.shares.whole(len(padded.mask))
+        by_rows = sharding.rows(layout.mesh, layout.axis_name)
+        data = _put_rows(padded.data, by_rows, rows)
+        index = self.shares.real_rows(len(padded.mask), layout.mesh, layout.axis_name)
+        return spreading.take_everywhere(data, index, layout.mesh)
+
+
+def agree_on_rows(
+    batch: Any,
+    layout: Layout,
+    *,
+    note: Any = None,
+    channel: str = MAIN,
+    cancelled: Callable[[], bool] | None = None,
+) -> Shares | None:
+    """The rows that each process brings; see `share_rows`."""
+    rows, constants = 0, None
+    if not isinstance(batch, Ended):
+        rows = count_rows(batch.data if isinstance(batch, MaskedBatch) else batch)
+    if rows and len(group_of(layout.mesh)) > 1:
+        constants = [
+            [path, repr(leaf)]
+            for path, leaf in tree.named_leaves(batch, "batch")
+            if not np.ndim(leaf) and not callable(leaf)
+        ]
+    return share_rows(
+        rows,
+        layout.mesh,
+        layout.axis_name,
+        constants=constants,
+        note=note,
+        channel=channel,
+        cancelled=cancelled,
+    )
+
+
+def place_batch(
+    batch: Any,
+    layout: Layout,
+    remainder: str,
+    *,
+    at_least: int = 0,
+    shares: Shares | None = None,
+    ahead: bool = False,
+) -> tuple[Any, Shares]:
+    """What `shard_batch` returns, and the rows that each process brought.
 
     Args:
-        batch: a tree of `[B, ...]` arrays.
-        multiple: the row count of the result is the next multiple of this.
-        at_least: ... and no smaller than this.
-
-    Returns:
-        `MaskedBatch(data, mask)` of host arrays.
-
-    Example:
-        >>> padded = pad_batch(np.array([7, 8, 9]), 4)
-        >>> padded.data, padded.mask
-        (array([7, 8, 9, 9]), array([1., 1., 1., 0.], dtype=float32))
+        batch: as in `shard_batch`, or `Ended`.
+        layout: where the rows go.
+        remainder: as in `shard_batch`.
+        at_least: global rows that a padded batch has at least.
+        shares: agreed on beforehand, or `None`.
+        ahead: called beside the main thread, where no collective may run: what needs
+            one comes back as `Unplaced`.
     """
-    batch = check_batch(batch)
-    n = count_rows(batch)
-    extra = max(n, at_least) - n
-    extra += -(n + extra) % multiple
-    mask = np.concatenate([np.ones(n, np.float32), np.zeros(extra, np.float32)])
-    if not extra:
-        return MaskedBatch(batch, mask)
-    index = np.minimum(np.arange(n + extra), n - 1)
-    return MaskedBatch(take_rows(batch, index), mask)
+    if remainder not in REMAINDERS:
+        raise ValueError(f"remainder={remainder!r} is not one of {REMAINDERS}")
+    by_rows = sharding.rows(layout.mesh, layout.axis_name)
+    if isinstance(batch, MaskedBatch):
+        batch = MaskedBatch(check_batch(batch.data), batch.mask)
+        remainder = "error"
+    elif not isinstance(batch, Ended):
+        batch = check_batch(batch)
+    shares = shares or agree_on_rows(batch, layout)
+    assert shares is not None
+    data = batch.like if isinstance(batch, Ended) else batch
+    need = shares.shards * layout.multiple
+    if remainder == "pad":
+        at_least = max(*shares.counts, shares.of_whole(at_least))
+        padded = fill_up(data, shares.own, need, at_least)
+        return _put_rows(padded, by_rows, shares.whole(len(padded.mask))), shares
+    rows = min(shares.counts)
+    left_over = rows % need
+    if not left_over and shares.equal:
+        return _put_rows(data, by_rows, shares.whole(rows)), shares
+    if remainder == "error":
+        raise ValueError(_does_not_fit(data, layout, shares))
+    if remainder == "drop":
+        return _put_some(data, by_rows, rows - left_over, need, shares), shares
+    if len(shares.processes) == 1:
+        return _put_rows(data, sharding.replicated(layout.mesh), rows), shares
+    unplaced = Unplaced(data, shares)
+    return (unplaced if ahead else unplaced.place(layout)), shares
 
 
 def to_host(values: Any) -> Any:
     """The tree with every array as NumPy, whole on every process.
 
     A replicated array is read from one shard; an array split over processes is
-    gathered. Typed keys stay keys, on one device, for NumPy cannot hold them.
+    gathered, so all of them must call this together. Typed keys stay keys, on one
+    device, for NumPy cannot hold them.
 
     Example:
         >>> to_host(replicate({"w": 2.5}, make_mesh()))
@@ -161,86 +228,7 @@ def to_host(values: Any) -> Any:
     """
     for path, leaf in tree.named_leaves(values):
         tree.check_leaf_alive(leaf, path)
-    return jax.tree.map(_to_host, values)
-
-
-def count_rows(batch: Any, name: str = "batch") -> int:
-    """The common number of rows of all leaves with rows.
-
-    Raises:
-        ValueError: there is no leaf with rows, or two leaves disagree.
-    """
-    found = [
-        (path, leaf.shape[0])
-        for path, leaf in tree.named_leaves(batch, name)
-        if tree.is_array(leaf) and len(leaf.shape) > 0
-    ]
-    if not found:
-        raise ValueError(
-            f"{name} has no array with rows: a batch is a tree of [B, ...] arrays"
-        )
-    path, n = found[0]
-    for other, m in found:
-        if m != n:
-            raise ValueError(
-                f"{other} has {m} rows and {path} has {n}: all leaves of one batch "
-                "need the same number of rows; give arrays without rows (class "
-                "weights) as a further argument of the step"
-            )
-    if n == 0:
-        raise ValueError(f"{path} has 0 rows: the batch is empty")
-    return n
-
-
-def check_batch(batch: Any, name: str = "batch") -> Any:
-    """The batch with host leaves as arrays, or an error that names the bad leaf.
-
-    Raises:
-        ValueError: a text or object leaf, or no rows.
-    """
-
-    def check(path: str, leaf: Any) -> Any:
-        leaf = tree.as_host(leaf)
-        kind = getattr(getattr(leaf, "dtype", None), "kind", "")
-        fields = getattr(getattr(leaf, "dtype", None), "names", None)
-        if isinstance(leaf, (str, bytes)) or kind in tuple("USOMm") or fields:
-            raise ValueError(
-                f"{path} is text or objects ({tree.describe_leaf(leaf)}), and devices "
-                "hold numbers only: encode it as integers, or leave it out of the batch"
-            )
-        check_registered(leaf, path)
-        return leaf
-
-    batch = map_named(check, batch, name)
-    count_rows(batch, name)
-    return batch
-
-
-def check_registered(leaf: Any, path: str) -> None:
-    """Refuse a dataclass that JAX takes for one static leaf.
-
-    Raises:
-        ValueError: names the leaf and how to register its class.
-    """
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        raise ValueError(
-            f"{path} is a {type(leaf).__name__}, a dataclass in which JAX sees no "
-            "arrays: decorate the class with @jax.tree_util.register_dataclass"
-        )
-
-
-def map_named(fn: Any, values: Any, name: str) -> Any:
-    """`jax.tree.map` whose function gets the leaf's path as its first argument."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: fn(name + jax.tree_util.keystr(path), leaf), values
-    )
-
-
-def take_rows(batch: Any, index: Any) -> Any:
-    """The rows at `index` of every leaf that has rows."""
-    return jax.tree.map(
-        lambda x: x[index] if tree.is_array(x) and len(x.shape) else x, batch
-    )
+    return jax.tree.map(_to_host, spreading.whole(values))
 
 
 def copy_to(leaf: Any, where: NamedSharding, path: str) -> Any:
@@ -262,7 +250,17 @@ def put(leaf: Any, where: NamedSharding, path: str, *, lend: bool = True) -> Any
 
     `lend=False` is for what will be donated: memory on loan cannot be reused.
     """
-    return jax.device_put(_ready(leaf, where, path, lend=lend), where)
+    leaf = _ready(leaf, where, path, lend=lend)
+    if where.is_fully_addressable:
+        return jax.device_put(leaf, where)
+    return spreading.everywhere(leaf, where)
+
+
+def put_whole(array: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
+    """A global array that every process holds whole, placed as it was before."""
+    if where.is_fully_addressable:
+        return jax.device_put(array, where)
+    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 
 
 def _ready(leaf: Any, where: NamedSharding, path: str, *, lend: bool = True) -> Any:
@@ -314,43 +312,68 @@ def check_fits(leaf: Any, path: str) -> None:
         )
 
 
-def _put_rows(batch: Any, where: NamedSharding) -> Any:
+def _put_rows(batch: Any, where: NamedSharding, rows: int) -> Any:
     """Place leaves with rows at `where`, and the others on every device.
 
-    All leaves go in one `device_put`, which costs less than one a leaf.
+    All leaves go in one `device_put`, which costs less than one a leaf. `rows` counts
+    those of all processes.
     """
-    if batch is None:
-        return None
     everywhere = sharding.replicated(where.mesh)
     named = tree.named_leaves(batch, "batch")
     moving = [i for i, (_, leaf) in enumerate(named) if not tree.is_static(leaf)]
     places = [where if np.ndim(named[i][1]) else everywhere for i in moving]
     ready = [_ready(named[i][1], where, named[i][0]) for i in moving]
     leaves = [leaf for _, leaf in named]
-    for i, placed in zip(moving, jax.device_put(ready, places), strict=True):
-        leaves[i] = placed
+    if where.is_fully_addressable:
+        placed = jax.device_put(ready, places)
+    else:
+        several = zip(ready, places, strict=True)
+        placed = [spreading.place(leaf, place, rows) for leaf, place in several]
+    for i, leaf in zip(moving, placed, strict=True):
+        leaves[i] = leaf
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
 
-def _drop_rows(batch: Any, left_over: int) -> Any:
-    kept = count_rows(batch) - left_over
-    return take_rows(batch, slice(kept)) if kept else None
+def _put_some(
+    batch: Any, by_rows: NamedSharding, kept: int, need: int, shares: Shares
+) -> Any:
+    """The first rows of a batch, as many as divide; `None` for none."""
+    rows = shares.whole(need)
+    say_once(
+        "dropped rows",
+        f"remainder='drop': the last {max(shares.counts) - kept} of "
+        f"{max(shares.counts)} rows of a batch are left out, for {rows} rows make a "
+        "whole part on every device (further drops are not reported; "
+        "step.dropped_rows counts them)",
+    )
+    if not kept:
+        return None
+    return _put_rows(take_rows(batch, slice(kept)), by_rows, shares.whole(kept))
 
 
-def _does_not_divide(batch: Any, mesh: Mesh, axis_name: str, multiple: int) -> str:
+def _does_not_fit(batch: Any, layout: Layout, shares: Shares) -> str:
     path = next(
         path
         for path, leaf in tree.named_leaves(batch, "batch")
         if tree.is_array(leaf) and len(leaf.shape)
     )
-    n, devices = count_rows(batch), mesh.shape[axis_name]
-    need = devices * multiple
+    if not shares.equal:
+        return (
+            f"{path} has unequal rows: {shares}. The mean over the whole batch needs "
+            "equal parts: use remainder='pad', which is exact, or give every process "
+            "as many rows"
+        )
+    n, need = shares.own, shares.shards * layout.multiple
     below, above = n - n % need, n - n % need + need
     sizes = f"{below} or {above}" if below else f"{above}"
-    micro = f" times {multiple} microbatches or shards" if multiple > 1 else ""
+    micro = ""
+    if layout.multiple > 1:
+        micro = f" times {layout.multiple} microbatches or shards"
+    whose = "" if len(shares.processes) == 1 else " of this process"
     return (
-        f"{path} has {n} rows; the {devices} devices on {axis_name!r}{micro} need a "
-        f"multiple of {need}: use remainder='pad', or {sizes} rows"
+        f"{path} has {n} rows; the {shares.shards} devices on {layout.axis_name!r}"
+        f"{whose}{micro} need a multiple of {need}: use remainder='pad', or {sizes} "
+        "rows"
     )
 
 
@@ -362,8 +385,4 @@ def _to_host(leaf: Any) -> Any:
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
     if leaf.is_fully_replicated:
         return np.asarray(leaf.addressable_shards[0].data)
-    if leaf.is_fully_addressable:
-        return np.asarray(leaf)
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return np.asarray(leaf)

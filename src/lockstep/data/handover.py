@@ -3,14 +3,14 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 from lockstep.data import loaders
+from lockstep.data.passes import NOTHING, Pass
 
-_NOTHING = object()
 _PATIENCE_S = 10.0  # for a source that is in the middle of a batch when it is left
 
 
@@ -37,14 +37,14 @@ class Worker:
     def __init__(
         self,
         source: Iterator[Any],
-        place: Callable[[Any], Any],
+        current: Pass,
         size: int,
         limit: int | None,
     ) -> None:
         self._channel = _Channel(size)
         self._thread = threading.Thread(
             target=_work,
-            args=(source, place, self._channel, limit),
+            args=(source, current, self._channel, limit),
             # JAX's settings by context (`jax.enable_x64(True)`) hold for one thread.
             kwargs={"x64": jax.config.jax_enable_x64},
             name="lockstep-prefetch",
@@ -85,6 +85,10 @@ class _Channel:
         for _ in range(size):
             self._room.put(None)
 
+    def is_closed(self) -> bool:
+        """Whether the reader has left."""
+        return self._closed
+
     def wait_for_room(self) -> bool:
         """Block until an item may be made; `False` once nobody wants one."""
         self._room.get()
@@ -117,7 +121,7 @@ def state_of(source: Any) -> Any:
 
 def _work(
     source: Iterator[Any],
-    place: Callable[[Any], Any],
+    current: Pass,
     channel: _Channel,
     limit: int | None,
     *,
@@ -126,12 +130,13 @@ def _work(
     error, open_end = None, False
     try:
         with jax.enable_x64(x64):
-            open_end = _hand_over(source, place, channel, limit)
+            open_end = _hand_over(source, current, channel, limit)
     except StopIteration as stop:  # from `place`: it must not look like the end
         error = RuntimeError("placing a batch raised StopIteration")
         error.__cause__ = stop
     except BaseException as raised:
         error = loaders.explain_jax_items(raised)
+    current.leave()
     try:
         if hasattr(source, "close") and not open_end:
             source.close()  # pyright: ignore[reportAttributeAccessIssue]
@@ -145,17 +150,16 @@ def _work(
 
 def _hand_over(
     source: Iterator[Any],
-    place: Callable[[Any], Any],
+    current: Pass,
     channel: _Channel,
     limit: int | None,
 ) -> bool:
     """Work until the source, the reader or the limit ends it; was it the limit?"""
     handed = 0
     while handed != limit and channel.wait_for_room():
-        batch = next(source, _NOTHING)
-        if batch is _NOTHING:
+        placed = current.next(source, channel.is_closed)
+        if placed is NOTHING:
             return False
-        placed = place(batch)
         if placed is None:  # remainder="drop" may leave no row at all
             channel.return_room()
             continue

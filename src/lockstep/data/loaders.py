@@ -39,16 +39,16 @@ def has_workers(batches: Any) -> bool:
     )
 
 
-def refuse_jax_arrays(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def refuse_jax_arrays(place: Callable[..., Any]) -> Callable[..., Any]:
     """`place` for the batches of worker processes, which have no business with JAX."""
 
-    def place_checked(batch: Any) -> Any:
+    def place_checked(batch: Any, **agreed: Any) -> Any:
         if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
             raise ValueError(
                 "the loader's worker processes make JAX arrays, so each of them "
                 f"starts JAX and takes device memory: {_ITEMS_AS_NUMPY}"
             )
-        return place(batch)
+        return place(batch, **agreed)
 
     return place_checked
 

@@ -11,9 +11,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from lockstep import sharding
 from lockstep.data import loaders
 from lockstep.data.handover import Placed, Worker, state_of
-from lockstep.placement import shard_batch
+from lockstep.data.passes import Pass, Place, SharedPass
+from lockstep.distributed.session import group_of
+from lockstep.placement import Layout, place_batch
 
 _UNREAD = object()
 
@@ -72,16 +75,25 @@ def prefetch(
             "data.batches(arrays, ...) to cut arrays into batches"
         )
     loaders.check_loader(batches)
-    place = _place_on(where, remainder)
+    place, layout = _place_on(where, remainder)
     if loaders.has_workers(batches):
         place = loaders.refuse_jax_arrays(place)
-    return Prefetch(batches, place, size, limit)
+    begin = partial(Pass, place)
+    if layout is not None and len(group_of(layout.mesh)) > 1:
+        own = remainder or getattr(where, "remainder", "error")
+        begin = partial(SharedPass, place, layout, own)
+    return Prefetch(batches, begin, size, limit)
 
 
-def _place_on(where: Any, remainder: str | None) -> Callable[[Any], Any]:
+def _place_on(where: Any, remainder: str | None) -> tuple[Place, Layout | None]:
     """The function that places one batch on a mesh, or as a step wants it."""
     if isinstance(where, Mesh):
-        return partial(shard_batch, mesh=where, remainder=remainder or "error")
+        layout = Layout(where, sharding.row_axis(where))
+
+        def place(batch: Any, **agreed: Any) -> Any:
+            return place_batch(batch, layout, remainder or "error", **agreed)[0]
+
+        return place, layout
     if not hasattr(where, "place_batch"):
         raise TypeError(
             f"prefetch(batches, where): where is a {type(where).__name__}; give a "
@@ -92,7 +104,7 @@ def _place_on(where: Any, remainder: str | None) -> Callable[[Any], Any]:
             f"prefetch got remainder={remainder!r} and the step has "
             f"remainder={where.remainder!r}: set it once, on the step"
         )
-    return where.place_batch
+    return where.place_batch, getattr(where, "layout", None)
 
 
 class Prefetch:
@@ -104,12 +116,13 @@ class Prefetch:
     def __init__(
         self,
         batches: Iterable[Any],
-        place: Callable[[Any], Any],
+        begin: Callable[[], Pass],
         size: int,
         limit: int | None,
     ) -> None:
         self._batches = batches
-        self._start = partial(Worker, place=place, size=size, limit=limit)
+        self._begin = begin
+        self._start = partial(Worker, size=size, limit=limit)
         self._limit = limit
         self._current: Callable[[], PrefetchIterator | None] = lambda: None
 
@@ -120,7 +133,7 @@ class Prefetch:
         source = iter(self._batches)
         if source is self._batches:
             self._batches = _ReadOnce()
-        current = PrefetchIterator(source, self._start)
+        current = PrefetchIterator(source, self._begin, self._start)
         self._current = weakref.ref(current)
         return current
 
@@ -136,9 +149,14 @@ class PrefetchIterator(Iterator[Any]):
     """
 
     def __init__(
-        self, source: Iterator[Any], start: Callable[[Iterator[Any]], Worker]
+        self,
+        source: Iterator[Any],
+        begin: Callable[[], Pass],
+        start: Callable[[Iterator[Any], Pass], Worker],
     ) -> None:
         self._source = source
+        self._begin = begin
+        self._pass: Pass | None = None
         self._start = start
         self._worker: Worker | None = None
         self._stop: Callable[[], Any] | None = None
@@ -156,7 +174,7 @@ class PrefetchIterator(Iterator[Any]):
         item = self._running().take()
         if isinstance(item, Placed):
             self._state = item.state
-            return item.batch
+            return self._pass.finish(item.batch) if self._pass else item.batch
         self.close()
         if item.error is None:
             raise StopIteration
@@ -228,7 +246,8 @@ class PrefetchIterator(Iterator[Any]):
 
     def _running(self) -> Worker:
         if self._worker is None:
-            self._worker = self._start(self._source)
+            self._pass = self._begin()
+            self._worker = self._start(self._source, self._pass)
             # The worker does not hold this object: a loop that is left drops the last
             # reference to it, and `finalize` then stops the thread (also at exit).
             self._stop = weakref.finalize(self, self._worker.stop)

@@ -120,6 +120,14 @@ class Hub:
         current = self._rounds.setdefault(
             name, _Round(message["what"], group, time.monotonic())
         )
+        if message["what"] != current.what:
+            known = self._members[next(iter(current.values))]
+            self._end(
+                f"the processes run different programs: {member.name} has come to "
+                f"{message['what']}, and {known.name} to {current.what}",
+                member.index,
+            )
+            return
         current.values[member.index] = message["value"]
         if gone := self._left.get(name[0], set()) & set(group):
             self._drop(name, sorted(gone))

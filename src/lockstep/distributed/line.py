@@ -111,9 +111,9 @@ class Line:
         self._numbers.pop(channel, None)
         self._send({"kind": "leave", "channel": channel, "group": group})
 
-    def begin_step(self) -> None:
-        """Count a step that all processes take together; sent now and then."""
-        self._steps += 1
+    def begin_steps(self, count: int) -> None:
+        """Count steps that all processes take together; sent now and then."""
+        self._steps += count
 
     def claim_end(self) -> bool:
         """Whether the calling thread is the one that ends this process."""

@@ -36,7 +36,10 @@ class Session:
     check_data: bool
 
 
+MAIN = "main"  # the exchanges of the main thread
+
 _session: Session | None = None
+_channels: dict[tuple[str, tuple[int, ...]], int] = {}
 
 
 def current() -> Session | None:
@@ -100,12 +103,19 @@ def line() -> Line:
     return _session.line
 
 
+def new_channel(kind: str, group: tuple[int, ...]) -> str:
+    """A channel that only this occasion uses; made in the same order everywhere."""
+    count = _channels.get((kind, group), 0)
+    _channels[kind, group] = count + 1
+    return f"{kind} {count} {group}"
+
+
 def exchange(
     value: Any,
     group: tuple[int, ...],
     *,
     what: str,
-    channel: str = "main",
+    channel: str = MAIN,
     cancelled: Callable[[], bool] | None = None,
 ) -> list[Any] | None:
     """The values of all processes of a group, in their order; see `Line.exchange`.
@@ -116,5 +126,6 @@ def exchange(
     """
     if len(group) == 1:
         return [value]
-    name = f"{channel} {group}"
-    return line().exchange(name, value, what=what, group=group, cancelled=cancelled)
+    if channel == MAIN:
+        channel = f"{channel} {group}"
+    return line().exchange(channel, value, what=what, group=group, cancelled=cancelled)

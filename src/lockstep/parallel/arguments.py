@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lockstep import placement, sharding, tree
-from lockstep.placement import MaskedBatch
+from lockstep.distributed.session import check_connected, group_of
+from lockstep.placement import Layout, MaskedBatch, Unplaced
+from lockstep.same_values import require_same, same_values
 
 _log = logging.getLogger("lockstep")
 
@@ -36,6 +38,7 @@ class Placer:
         allow_unsplit: bool = True,
     ) -> None:
         """Rows go along `axis_name`, a multiple of `multiple` to each device."""
+        check_connected()
         self.mesh, self.axis_name = mesh, axis_name
         self.remainder, self.multiple = remainder, multiple
         self.allow_unsplit = allow_unsplit
@@ -46,6 +49,7 @@ class Placer:
         self._everywhere = sharding.replicated(mesh)
         self._rows = sharding.rows(mesh, axis_name)
         self._replicas: dict[int, tuple[Any, Any]] = {}
+        self.layout = Layout(mesh, axis_name, multiple)
 
     def is_placed(self, leaves: Iterable[Any]) -> bool:
         """Whether all leaves are arrays on the mesh: the usual case, seen quickly."""
@@ -68,6 +72,7 @@ class Placer:
         """
         leaves = jax.tree.leaves(state)
         if not self.is_placed(leaves):
+            state = same_values(state, self.mesh, name)
             state = placement.map_named(self._state_leaf, state, name)
             leaves = jax.tree.leaves(state)
         elif any(leaf.is_deleted() for leaf in leaves):
@@ -77,23 +82,23 @@ class Placer:
             return _copy_seen(state, set())
         return state
 
-    def batch(self, batch: Any, name: str = "batch") -> Any:
-        """A batch split over the mesh; `None` when "drop" leaves no row of it."""
+    def batch(self, batch: Any, name: str = "batch", **agreed: Any) -> Any:
+        """A batch split over the mesh; `None` when "drop" leaves no row of it.
+
+        `agreed` is what `place_batch` takes beside: `shares`, `ahead`.
+        """
+        if isinstance(batch, Unplaced):
+            return batch.place(self.layout)
         if self._batch_is_placed(batch, name):
             return batch
-        placed = placement.shard_batch(
-            batch,
-            self.mesh,
-            axis_name=self.axis_name,
-            remainder=self.remainder,
-            multiple=self.multiple,
-            at_least=self._most_rows,
+        placed, shares = placement.place_batch(
+            batch, self.layout, self.remainder, at_least=self._most_rows, **agreed
         )
         if isinstance(placed, MaskedBatch):  # one shape for the whole run
             self._most_rows = placed.mask.shape[0]
         if self.remainder == "drop":
             kept = 0 if placed is None else placement.count_rows(placed)
-            self.dropped_rows += placement.count_rows(batch) - kept
+            self.dropped_rows += shares.total - kept
         return placed
 
     def other(self, argument: Any, name: str) -> Any:
@@ -105,7 +110,26 @@ class Placer:
             if any(id(leaf) in self._in_state for leaf in leaves):
                 return _copy_seen(argument, self._in_state)
             return argument
+        self._require_same(argument, name)
         return placement.map_named(self._other_leaf, argument, name)
+
+    def _require_same(self, argument: Any, name: str) -> None:
+        """Refuse values that are new here and differ between processes."""
+        if len(group_of(self.mesh)) == 1:
+            return
+        new = [
+            (path, leaf)
+            for path, leaf in tree.named_leaves(argument, name)
+            if not self.is_placed([leaf])
+            and not tree.is_static(leaf)
+            and self._known_replica(leaf) is None
+        ]
+        require_same(new, self.mesh, name)
+
+    def _known_replica(self, leaf: Any) -> Any:
+        """What was made of this very array before."""
+        known = self._replicas.get(id(leaf))
+        return known[1] if known and known[0]() is leaf else None
 
     def _state_leaf(self, path: str, leaf: Any) -> Any:
         check_alive(leaf, path)
@@ -131,12 +155,11 @@ class Placer:
             return leaf
         if not isinstance(leaf, jax.Array):
             return placement.put(tree.as_host(leaf), self._everywhere, path)
-        known = self._replicas.get(id(leaf))  # the same array again: placed before
-        if known and known[0]() is leaf:
-            return known[1]
+        if (known := self._known_replica(leaf)) is not None:
+            return known
         if leaf.committed:
             self._check_inside(path, leaf)
-        placed = jax.device_put(leaf, self._everywhere)
+        placed = placement.put(leaf, self._everywhere, path)
         self._replicas = {k: v for k, v in self._replicas.items() if v[0]() is not None}
         self._replicas[id(leaf)] = (weakref.ref(leaf), placed)
         return placed

@@ -62,10 +62,11 @@ class PaddingCheck:
             ValueError: names the first output that depends on the filling rows.
         """
         batches = [placed[i] for i in self.batch_argnums]
-        masks = [np.asarray(b.mask) for b in batches if isinstance(b, MaskedBatch)]
+        padded = [b for b in batches if isinstance(b, MaskedBatch)]
+        masks = [placement.to_host(b.mask) for b in padded]
         mixed = any(self._is_mixed(mask) for mask in masks)
-        padded = any((mask == 0).any() for mask in masks)
-        if mixed or (padded and not self._tried):
+        is_padded = any((mask == 0).any() for mask in masks)
+        if mixed or (is_padded and not self._tried):
             self._tried, self.done = True, mixed
             first = placement.to_host(run(self._copy(placed, lambda x, m: x)))
             self._try(run, placed, first, masks[0])
@@ -136,14 +137,14 @@ def _is_finite(outputs: Any) -> bool:
 def _fill(batch: Any, fill: Callable[[Any, Any], Any]) -> Any:
     if not isinstance(batch, MaskedBatch):
         return batch
-    mask = np.asarray(batch.mask)
+    mask, data = placement.to_host((batch.mask, batch.data))
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: Any, host: Any) -> Any:
         if not isinstance(x, jax.Array) or not x.shape or tree.is_key(x):
             return x
-        return jax.device_put(fill(np.asarray(x), mask), x.sharding)
+        return placement.put_whole(fill(host, mask), x.sharding)
 
-    return MaskedBatch(jax.tree.map(leaf, batch.data), batch.mask)
+    return MaskedBatch(jax.tree.map(leaf, batch.data, data), batch.mask)
 
 
 def _grow(x: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from lockstep import first_step, observers, placement
 from lockstep.compiles import CompileLog
 from lockstep.parallel import out_of_memory, program, real_rows, several
+from lockstep.parallel.across import Across
 from lockstep.parallel.arguments import Placer
 from lockstep.parallel.carried import Carrier
 from lockstep.parallel.last_call import LastCall
@@ -74,6 +75,7 @@ class ParallelStep:
             self.batch_argnums, shards=shards, microbatches=microbatches
         )
         self._carrier = Carrier(options)
+        self._across = Across(self.mesh)
         self._placer = Placer(
             self.mesh,
             self.axis_name,
@@ -96,7 +98,9 @@ class ParallelStep:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         last, seen = self._last_call, (*self._carrier.seen(args), {})
         if last and not kwargs and last.is_like(seen, self._key_shapes(args)):
-            return self._finish(last.program, last.program.run(*seen))
+            if self._across.knows(seen):
+                self._across.begin()
+                return self._finish(last.program, last.program.run(*seen))
         first_step.present(self, args, kwargs)
         placed = self._place(args, kwargs)
         if self._padding_check.concerns(placed):
@@ -155,6 +159,7 @@ class ParallelStep:
             self._several[key] = several.together(
                 current, state, len(calls), names, self.compiles
             )
+        self._across.begin(len(calls))
         started, compiled = time.perf_counter(), self.compiles.count
         state, results = self._several[key](state, calls)
         rest, token = results[-1]
@@ -177,9 +182,17 @@ class ParallelStep:
         strong = self._strong.get(jax.tree.structure(wrap(state)), {})
         return program.strengthen(state, strong)
 
-    def place_batch(self, batch: Any) -> Any:
-        """One batch on the mesh, by the step's `remainder` (`None`: all dropped)."""
-        return self._placer.batch(batch)
+    def place_batch(self, batch: Any, **agreed: Any) -> Any:
+        """One batch on the mesh, by the step's `remainder` (`None`: all dropped).
+
+        What processes have `agreed` on goes to `placement.place_batch`.
+        """
+        return self._placer.batch(batch, **agreed)
+
+    @property
+    def layout(self) -> placement.Layout:
+        """Where the rows of a batch go."""
+        return self._placer.layout
 
     @property
     def dropped_rows(self) -> int:
@@ -291,6 +304,8 @@ class ParallelStep:
         if not self._padding_check.concerns(placed):
             self._last_call = LastCall.of(placed, current, shapes)
         started, compiled = time.perf_counter(), self.compiles.count
+        self._across.compare(current.run, placed, self.compiles.name)
+        self._across.begin()
         results = current.run(*placed)
         if self.compiles.count == compiled:
             return self._finish(current, results)
