@@ -106,6 +106,14 @@ def many_small_results_come_back_together():
     assert mapped.compiles.count == 1
 
 
+def an_array_that_is_donated_twice_is_copied():
+    f = pmap(lambda s: {"a": s["a"] + 1, "b": s["b"] * 3}, donate_argnums=0)
+    params = f({"a": GLOBAL[MINE], "b": GLOBAL[MINE]})["b"]
+    out = f({"a": params, "b": params})
+    assert_is_mine(out["a"], 3 * GLOBAL[MINE] + 1)
+    assert_is_mine(out["b"], 9 * GLOBAL[MINE])
+
+
 def nothing_outlives_the_arrays_it_belongs_to():
     gc.collect()
     before = len(host_local._behind)
@@ -189,6 +197,7 @@ CHECKS = (
     rows_of_this_process_in_and_out,
     a_training_is_that_of_one_device,
     many_small_results_come_back_together,
+    an_array_that_is_donated_twice_is_copied,
     nothing_outlives_the_arrays_it_belongs_to,
     weak_types_do_not_drift,
     keys_and_arguments_that_are_not_mapped,
