@@ -79,7 +79,7 @@ CHECKS = (
 )
 
 if __name__ == "__main__":
-    jax.distributed.initialize(ADDRESS, 2, PROCESS)
+    ls.initialize(ADDRESS, 2, PROCESS)
     try:
         for check in CHECKS:
             check()
