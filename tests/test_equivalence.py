@@ -152,11 +152,15 @@ class TestWhereRowsMeet:
         with pytest.raises(ValueError, match=r"BatchNorm_0.*axis_name='data'"):
             ls.per_device(step, mesh_of(4))(state, it.draw(np.random.default_rng(0), 8))
 
-    def test_negatives_of_one_device_are_seen_by_compare(self):
+    def test_negatives_of_one_device_are_refused(self):
         it = task_of(Cell("contrastive", 4, "device", 1, "full", "f32"), axis_name=None)
         step = ls.make_train_step(it.loss, it.optimizer, axis_name="data")
         batch = it.draw(np.random.default_rng(0), 8)
-        assert not ls.debug.compare(step, step.init(it.params), batch).same
+        with pytest.raises(ValueError, match="rows meet in `dot_general` at .*models"):
+            ls.per_device(step, mesh_of(4))(step.init(it.params), batch)
+        report = ls.debug.compare(step, step.init(it.params), batch)
+        assert not report.same
+        assert "rows meet in `dot_general` at" in report.causes[0]
 
     def test_a_layer_that_takes_the_mask_may_be_padded(self):
         class Net(linen.Module):

@@ -20,6 +20,7 @@ from lockstep.parallel import out_of_memory, program, real_rows, several
 from lockstep.parallel.across import Across
 from lockstep.parallel.arguments import Placer
 from lockstep.parallel.carried import Carrier
+from lockstep.parallel.independence import RowsCheck
 from lockstep.parallel.last_call import LastCall
 from lockstep.parallel.options import Options
 from lockstep.parallel.padding import PaddingCheck
@@ -76,6 +77,7 @@ class ParallelStep:
         )
         self._carrier = Carrier(options)
         self._across = Across(self.mesh)
+        self._rows_check = RowsCheck(options)
         self._placer = Placer(
             self.mesh,
             self.axis_name,
@@ -103,6 +105,8 @@ class ParallelStep:
                 return self._finish(last.program, last.program.run(*seen))
         first_step.present(self, args, kwargs)
         placed = self._place(args, kwargs)
+        if not self._rows_check.done:
+            self._rows_check(placed)
         if self._padding_check.concerns(placed):
             self._padding_check(
                 self._run, placed, lambda padded: self._off_real_rows(placed, padded)
@@ -217,8 +221,12 @@ class ParallelStep:
             placed = (program.strengthen(placed[0], current.strong), *placed[1:])
         return current.run.trace(*placed)
 
+    def dependent_rows(self, *args: Any, **kwargs: Any) -> list[str]:
+        """How the rows of one device meet in the loss of a train step, in words."""
+        return self._rows_check.findings(self._place(args, kwargs))
+
     def on(self, mesh: Mesh, *, compare_replicas: bool = True) -> "ParallelStep":
-        """The same function on another mesh; it donates nothing and tries no padding.
+        """The same function on another mesh; it donates nothing and checks no rows.
 
         Args:
             mesh: the other devices.
@@ -227,7 +235,7 @@ class ParallelStep:
         options = dataclasses.replace(self._options, mesh=mesh, donate_argnums=())
         step = ParallelStep(options, compare_replicas=compare_replicas)
         step.observers.clear()  # it is there to be looked at, whatever it does
-        step._padding_check.done = True
+        step._padding_check.done = step._rows_check.done = True
         return step
 
     def copy(self, fn: Callable[..., Any] | None = None) -> "ParallelStep":

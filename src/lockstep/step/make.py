@@ -25,6 +25,7 @@ def make_train_step(
     ema: float | None = None,
     remat: bool | Callable[..., Any] = False,
     batch_norm: str | None = None,
+    rows: str | None = None,
     mask: str | None = "mask",
     fixed_shards: int | None = None,
 ) -> TrainStep:
@@ -52,6 +53,8 @@ def make_train_step(
             `jax.checkpoint`.
         batch_norm: `"local"` allows, in the device view, statistics of each device's
             own rows; they are averaged over the devices.
+        rows: `"local"` allows, in the device view, a loss in which the rows of one
+            device meet (negatives, ranks or norms among its own rows) or add up.
         mask: where a batch that is a dict holds its mask. A mask `[B]` weighs the rows
             of scalars and of `[B]` values; a finer one is for the loss to use, with
             `Mean.of(values, mask)`.
@@ -82,12 +85,11 @@ def make_train_step(
     _check_optimizer(optimizer)
     _check_options(axis_name, accumulate, clip_norm, ema, batch_norm, model_state)
     fixed.check_option(fixed_shards, axis_name)
+    _check_rows(rows, axis_name)
+    read = Loss.read(loss, model_state)
     if remat is True or callable(remat):
         policy = remat if callable(remat) else None
-        read = Loss.read(loss, model_state)
         read = dataclasses.replace(read, fn=jax.checkpoint(loss, policy=policy))
-    else:
-        read = Loss.read(loss, model_state)
     return TrainStep(
         loss=read,
         optimizer=optimizer,
@@ -97,6 +99,7 @@ def make_train_step(
         loss_scale=read_loss_scale(loss_scale),
         ema=ema,
         batch_norm=batch_norm,
+        rows=rows,
         mask=mask,
         fixed_shards=fixed_shards,
     )
@@ -135,4 +138,14 @@ def _check_options(
         raise ValueError(
             "batch_norm='local' is for the device view of a loss with "
             "model_state=True: in the global view BatchNorm sees the whole batch"
+        )
+
+
+def _check_rows(rows: Any, axis_name: str | None) -> None:
+    if rows not in (None, "local"):
+        raise ValueError(f"rows={rows!r} must be 'local' or None")
+    if rows and axis_name is None:
+        raise ValueError(
+            "rows='local' is for the device view (axis_name=): in the global view the "
+            "loss sees the whole batch"
         )

@@ -59,6 +59,7 @@ class TrainStep:
     loss_scale: DynamicScale | float | None
     ema: float | None
     batch_norm: str | None
+    rows: str | None
     mask: str | None
     fixed_shards: int | None = None
 

@@ -32,6 +32,7 @@ class Evidence:
         leaves: all outputs.
         bodies: what one device runs, for both counts; `None` in the global view.
         agrees: runs the step on both counts with other arguments: do they agree then?
+        dependent_rows: how the rows of one device meet in the loss of a train step.
     """
 
     step: ParallelStep
@@ -40,6 +41,7 @@ class Evidence:
     leaves: list[Leaf]
     bodies: tuple[Body, Body] | None
     agrees: Callable[[Call], bool]
+    dependent_rows: tuple[str, ...] = ()
 
     @property
     def wrong(self) -> list[Leaf]:
@@ -50,6 +52,17 @@ class Evidence:
 
 def find_causes(evidence: Evidence) -> list[str]:
     """All causes that can be seen."""
+    if evidence.dependent_rows:  # a train step reduces as it should: this is all
+        uneven = mean_of_means(evidence)
+        return (
+            [uneven]
+            if uneven
+            else [
+                f"{text}. Each device has its own rows only: gather the others in the loss "
+                "(lax.all_gather), return Mean(total, count), or use the global view"
+                for text in evidence.dependent_rows
+            ]
+        )
     found = [cause(evidence) for cause in _CAUSES]
     return [text for text in found if text]
 

@@ -104,7 +104,8 @@ def compare_call(
     def agrees(other: Call) -> bool:
         return _agrees(pair, other, leaves)
 
-    evidence = Evidence(step, call, devices, leaves, bodies, agrees)
+    met = tuple(pair[1].dependent_rows(call))
+    evidence = Evidence(step, call, devices, leaves, bodies, agrees, met)
     causes = tuple(find_causes(evidence))
     told = "" if causes else advice(evidence)
     return dataclasses.replace(report, causes=causes, advice=told)

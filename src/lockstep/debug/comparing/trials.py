@@ -22,6 +22,7 @@ from lockstep.parallel.static_leaves import wrap
 from lockstep.parallel.views import key_shape
 from lockstep.placement import MaskedBatch
 from lockstep.replicas import first_mismatch
+from lockstep.step import TrainStep
 from lockstep.varying import equations, inner_jaxprs
 
 
@@ -85,6 +86,12 @@ class Trial:
             for path, leaf, in_state, differs in self._named(call, outputs)
             if not tree.is_static(leaf)
         ]
+
+    def dependent_rows(self, call: Call) -> list[str]:
+        """How the rows of one device meet in the loss of a train step, in words."""
+        if self.step.view == "global" or not isinstance(self.step.fn, TrainStep):
+            return []
+        return self.step.dependent_rows(*self.arguments(call), **call.keywords)
 
     def jaxpr(self, call: Call) -> core.Jaxpr:
         """The whole program."""

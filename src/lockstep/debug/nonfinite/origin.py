@@ -6,10 +6,7 @@ to the operation that made it from good ones.
 """
 
 import dataclasses
-import functools
 import linecache
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from lockstep.debug.nonfinite.checked import Checks, body_of, check
+from lockstep.source_lines import source_line
 
 NAN, INF = 0, 1
 
@@ -171,43 +169,7 @@ def _literal(value: Any) -> _Marks:
 
 
 def _origin(eqn: Any, kind: str, cause: Origin | None) -> Origin:
-    traceback = getattr(eqn.source_info, "traceback", None)
-    frames = traceback.frames if traceback else []
-    outside = [f for f in frames if not _within(f.file_name, _machinery())]
-    own = [f for f in outside if not _within(f.file_name, _libraries())]
-    for frame in own or outside:
-        return Origin(
-            kind,
-            eqn.primitive.name,
-            _shown(frame.file_name),
-            frame.line_num,
-            frame.function_name.rpartition("<locals>.")[2],
-            cause,
-        )
-    return Origin(kind, eqn.primitive.name, cause=cause)
-
-
-def _within(file: str, folders: tuple[str, ...]) -> bool:
-    return file.startswith(folders)
-
-
-@functools.cache
-def _machinery() -> tuple[str, ...]:
-    """Folders of what stands between the user's line and the device."""
-    import jaxlib
-
-    own = Path(__file__).parents[2]
-    folders = [Path(jax.__file__).parent, Path(jaxlib.__file__).parent, own]
-    return tuple(f"{folder}/" for folder in folders)
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    names = ("purelib", "platlib", "stdlib")
-    return tuple({f"{sysconfig.get_path(name)}/" for name in names})
-
-
-def _shown(file: str) -> str:
-    """A path as short as it stays clear."""
-    path, here = Path(file), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else file
+    operation, line = eqn.primitive.name, source_line(eqn)
+    if line is None:
+        return Origin(kind, operation, cause=cause)
+    return Origin(kind, operation, line.file, line.line, line.function, cause)

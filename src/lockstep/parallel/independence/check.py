@@ -1,0 +1,172 @@
+"""Is a loss in the device view what one device gives? Asked before the first step.
+
+First its jaxpr is read, which costs nothing and proves most losses. What it cannot
+prove is tried: the loss of some rows in one part and in two. So a loss whose rows meet
+(in-batch negatives, a maximum or a norm over rows, a sum) is refused before it trains
+on something else.
+"""
+
+from typing import Any
+
+import jax
+
+from lockstep import placement
+from lockstep.metrics import Mean, flatten
+from lockstep.parallel.independence.flow import Follow
+from lockstep.parallel.independence.kinds import Average, Free, Kind, Met, Rows, Sum
+from lockstep.parallel.independence.trial import Trial
+from lockstep.parallel.options import Options
+from lockstep.parallel.static_leaves import unwrap, wrap
+from lockstep.placement import MaskedBatch
+from lockstep.source_lines import source_line
+from lockstep.step.rows import open_batch
+
+
+class RowsCheck:
+    """The check for one step; `done` after its first call."""
+
+    def __init__(self, options: Options) -> None:
+        """Nothing is traced yet."""
+        fn, mesh = options.fn, options.device_mesh
+        self._options = options
+        self._axis = options.device_axis or options.row_axis
+        self.done = (
+            options.device_axis is None
+            or not options.is_train_step
+            or options.batch_argnums != (1,)
+            or mesh.shape[self._axis] == 1
+            or "local" in (fn.rows, fn.batch_norm)
+            or bool(getattr(fn, "fixed_shards", None))  # the same on any devices
+        )
+
+    def __call__(self, placed: tuple[Any, ...]) -> None:
+        """Look at the loss of placed arguments.
+
+        Raises:
+            ValueError: the rows of one device meet in the loss or in a metric.
+        """
+        self.done = True
+        for finding in self.findings(placed):
+            raise ValueError(
+                f"{finding}. Return one value a row or Mean(total, count); or gather "
+                "the other devices' rows in the loss "
+                f"(lax.all_gather(x, {self._axis!r}, tiled=True)); or use the global "
+                "view (make_train_step without axis_name), where the loss sees the "
+                "whole batch; or write make_train_step(rows='local') if each device "
+                "is to treat its own rows by themselves"
+            )
+
+    def findings(self, placed: tuple[Any, ...]) -> list[str]:
+        """What is other in two parts than in one: the loss or a metric, and why."""
+        unproven = self.unproven(placed)
+        if not unproven:
+            return []
+        gaps = Trial(self._options, *_arguments(self._options, placed)).gaps()
+        return [
+            f"{_describe(name, kind)}: the same rows give {gaps[name][0]:.6g} on one "
+            f"device, and {gaps[name][1]:.6g} on two with half of them each"
+            for name, kind in unproven.items()
+            if name in gaps
+        ]
+
+    def unproven(self, placed: tuple[Any, ...]) -> dict[str, Kind]:
+        """The loss and metrics that may be other than one device gives, by name."""
+        state, batch, key = _arguments(self._options, placed)
+        fn, mesh = self._options.fn, self._options.device_mesh
+        axis = self._axis
+        rows = placement.count_rows(batch) // mesh.shape[axis] // fn.accumulate
+        rows = max(rows, 2)  # one row alone meets nobody
+        few = _with_rows(batch, rows)
+        opened = jax.eval_shape(lambda b: open_batch(b, fn.mask).data, few)
+        names: list[str] = []
+
+        def values(params: Any, model_state: Any, data: Any, key: Any) -> Any:
+            args = unwrap((params, model_state, data, key))
+            value, metrics, _ = fn.loss(*args)
+            found = {"loss": value, **flatten(metrics)}
+            names[:] = found
+            return list(found.values())
+
+        args = state.params, state.model_state, opened, key
+        environment = list(mesh.shape.items())
+        traced, shapes = jax.make_jaxpr(
+            values, axis_env=environment, return_shape=True
+        )(*args)
+        masked = isinstance(batch, MaskedBatch) or _own_mask(opened, fn.mask)
+        follow = Follow(rows, axis, mesh.shape[axis])
+        kinds = follow(traced.jaxpr, _inputs(args, fn.mask))
+        outputs = jax.tree.unflatten(jax.tree.structure(shapes), kinds)
+        odd = [_odd(value, masked, rows) for value in outputs]
+        return {name: kind for name, kind in zip(names, odd, strict=True) if kind}
+
+
+def _describe(name: str, kind: Kind) -> str:
+    what = "the loss" if name == "loss" else f"metric {name!r}"
+    if isinstance(kind, Sum):
+        return f"{what} is a sum over its rows, and a scalar counts as their mean"
+    if isinstance(kind, Average):
+        return f"{what} is a mean that leaves the mask out"
+    where = ""
+    if isinstance(kind, Met):
+        line = source_line(kind.eqn) or source_line(kind.caller or kind.eqn)
+        where = f" (rows meet in `{kind.eqn.primitive.name}`"
+        where += f" at {line})" if line else ")"
+    return f"{what} is no mean of independent rows{where}"
+
+
+def _arguments(options: Options, placed: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """The state, the batch and the key of the loss."""
+    state, batch, *rest = wrap(placed)
+    key = rest[0] if len(rest) > 1 else rest[-1].get("key", state.key)
+    return state, batch, key if options.fn.takes_key else None
+
+
+def _with_rows(batch: Any, rows: int) -> Any:
+    """Descriptions of the leaves for another number of rows."""
+
+    def describe(x: Any) -> Any:
+        shape = (rows, *x.shape[1:]) if x.shape else ()
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return jax.tree.map(describe, batch)
+
+
+def _own_mask(data: Any, name: str | None) -> bool:
+    return isinstance(data, dict) and name in data and len(data[name].shape) == 1
+
+
+def _inputs(args: tuple[Any, ...], mask_name: str | None) -> list[Kind]:
+    """The kinds of the inputs: the leaves of the batch have rows, no others do."""
+    params, model_state, data, key = args
+    masks = {id(data[mask_name])} if _own_mask(data, mask_name) else set()
+
+    def free(x: Any) -> Kind:
+        return Free(frozenset(range(len(x.shape))))
+
+    def rows(x: Any) -> Kind:
+        return Rows(0, mask=id(x) in masks) if x.shape else Free()
+
+    before = [free(x) for x in jax.tree.leaves((params, model_state))]
+    after = [free(x) for x in jax.tree.leaves(key)]
+    return before + [rows(x) for x in jax.tree.leaves(data)] + after
+
+
+def _odd(value: Any, masked: bool, rows: int) -> Kind | None:
+    """What speaks against a value of the loss; `None` if it is the same in parts."""
+    if isinstance(value, Mean):
+        return _odd_mean(value.total, value.count, rows)
+    if isinstance(value, (Rows, Free)) or value == Average(masked=masked):
+        return None
+    return value
+
+
+def _odd_mean(total: Kind, count: Kind, rows: int) -> Kind | None:
+    number = count.number if isinstance(count, Free) else None
+    if isinstance(total, Sum) and isinstance(count, Sum):
+        return None
+    if isinstance(total, Sum) and number and number % rows == 0:
+        return None
+    equal = isinstance(total, Free) or total == Average()
+    if equal and isinstance(count, Free):
+        return None
+    return count if isinstance(count, Met) else total

@@ -1,0 +1,272 @@
+"""Do the rows of a batch meet inside a loss? Read from its jaxpr.
+
+In the device view each device has rows of its own. A loss is the same on one device
+and on many if each row is treated by itself and only a sum or a mean joins them in the
+end. `follow` carries that through a traced loss. The answer errs on one side only:
+what is a sum or a mean of independent rows here is one; `Met` may also be a thing
+that the rules do not know.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from lockstep.parallel.independence import shapes
+from lockstep.parallel.independence.kinds import (
+    Average,
+    Free,
+    Kind,
+    Met,
+    Rows,
+    Sum,
+)
+from lockstep.varying import inner_jaxprs, scan_parts
+
+_LINEAR = {"neg", "convert_element_type", "copy", "reduce_precision", "stop_gradient"}
+_ELEMENTWISE = _LINEAR | set(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
+    complex conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+    imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne
+    nextafter not one_minus_square or population_count pow real rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    sub tan tanh threefry2x32 xor""".split()
+)
+_DRAWS = {"random_bits", "random_gamma"}
+_KEYS = {"random_seed", "random_wrap", "random_unwrap", "random_fold_in"}
+_KEYS |= {"random_split", "random_clone"}
+_REDUCTIONS = {"reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+_REDUCTIONS |= {"argmax", "argmin", "reduce_sum"}
+_CALLS = set(
+    """jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call
+    custom_vjp_call custom_vjp_call_jaxpr""".split()
+)
+_ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Follow:
+    """Carries kinds through jaxprs.
+
+    Attributes:
+        rows: how many rows the shard has.
+        axis_name: the mesh axis of the devices.
+        devices: their number.
+    """
+
+    rows: int
+    axis_name: str
+    devices: int
+
+    def __call__(self, jaxpr: core.Jaxpr, kinds: Sequence[Kind]) -> list[Kind]:
+        """The kinds of the outputs from those of the inputs."""
+        known = dict(zip(jaxpr.invars, kinds, strict=True))
+
+        def kind(var: Any) -> Kind:
+            if isinstance(var, core.Literal):
+                number = None if shapes.all_axes(var) else _number(var.val)
+                return Free(shapes.all_axes(var), number)
+            return known.get(var) or Free(shapes.all_axes(var))
+
+        for eqn in jaxpr.eqns:
+            outputs = self._equation(eqn, [kind(var) for var in eqn.invars])
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return [kind(var) for var in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, kinds: list[Kind]) -> list[Kind]:
+        """The kinds of an equation's outputs."""
+        for kind in kinds:
+            if isinstance(kind, Met):
+                return [kind] * len(eqn.outvars)
+        name = eqn.primitive.name
+        if name == "scan":
+            return self._scan(eqn, kinds)
+        if name == "while":
+            return self._while(eqn, kinds)
+        if name == "cond":
+            return self._cond(eqn, kinds)
+        if name in _CALLS:
+            outputs = self(inner_jaxprs(eqn)[0], kinds)
+            return [_called(eqn, kind) for kind in outputs]
+        if name in ("psum", "psum_invariant", "psum2", "all_gather"):
+            return [self._collective(eqn, kind) for kind in kinds]
+        if name in ("optimization_barrier", "sharding_constraint", "name"):
+            return kinds
+        return [self._one(eqn, kinds)] * len(eqn.outvars)
+
+    def _one(self, eqn: Any, kinds: list[Kind]) -> Kind:
+        """The kind of all outputs of an equation without inner jaxprs."""
+        name = eqn.primitive.name
+        if name in _ELEMENTWISE:
+            return self._elementwise(eqn, kinds)
+        if name == "bitcast_convert_type" and shapes.same_shape(eqn):
+            return self._elementwise(eqn, kinds)
+        if name in _DRAWS:  # other numbers on other devices are what draws are
+            return kinds[0] if isinstance(kinds[0], Rows) else Free()
+        if name in _KEYS and isinstance(kinds[0], Rows):
+            return kinds[0]
+        if all(isinstance(kind, Free) for kind in kinds):
+            return shapes.free(eqn, kinds)
+        if name in _REDUCTIONS:
+            return self._reduction(eqn, kinds[0])
+        if name in _ALONG:
+            return self._apart_from(eqn, kinds, eqn.params["axis"])
+        if name == "sort":
+            return self._apart_from(eqn, kinds, eqn.params["dimension"])
+        if name == "top_k":
+            return self._apart_from(eqn, kinds, len(eqn.invars[0].aval.shape) - 1)
+        axis = shapes.moved_rows(eqn, kinds, self.rows)
+        if axis is not None:
+            return Rows(axis)
+        if name == "dot_general":
+            return shapes.dot_over_rows(eqn, kinds) or Met(eqn)
+        return shapes.rearranged(eqn, kinds) or Met(eqn)
+
+    def _apart_from(self, eqn: Any, kinds: list[Kind], axis: int) -> Kind:
+        """What mixes values along one axis, which must not be that of the rows."""
+        rows = shapes.common_rows(kinds)
+        return Met(eqn) if rows in (None, axis) else Rows(rows)
+
+    def _elementwise(self, eqn: Any, kinds: list[Kind]) -> Kind:
+        if all(isinstance(kind, Free) for kind in kinds):
+            return shapes.free(eqn, kinds)
+        if any(isinstance(kind, Rows) for kind in kinds):
+            rows = shapes.common_rows(kinds)
+            if rows is None:
+                return Met(eqn)
+            same = eqn.primitive.name in _LINEAR and getattr(kinds[0], "mask", False)
+            return Rows(rows, mask=same)
+        return self._of_sums(eqn, kinds) or Met(eqn)
+
+    def _of_sums(self, eqn: Any, kinds: list[Kind]) -> Kind | None:
+        """Linear arithmetic with sums and means over the rows."""
+        name, first = eqn.primitive.name, kinds[0]
+        if name in _LINEAR:
+            return first
+        if len(kinds) != 2:
+            return None
+        other = kinds[1]
+        number = other.number if isinstance(other, Free) else None
+        if name in ("add", "sub", "add_any"):
+            if type(first) is type(other):
+                return first if first == other else None
+            averages = [k for k in kinds if isinstance(k, Average) and not k.devices]
+            return averages[0] if averages and _any_free(kinds) else None
+        if name == "max" and isinstance(first, Sum) and first.mask:
+            return first if number is not None and number <= 1 else None  # no 0/0
+        if name == "mul" and _any_free(kinds):
+            return _unmasked(other if isinstance(first, Free) else first)
+        if name != "div":
+            return None
+        if isinstance(first, Sum) and isinstance(other, Sum) and other.mask:
+            return Average(masked=True)
+        if isinstance(first, Sum) and number is not None:
+            is_size = number > 0 and number % self.rows == 0
+            if is_size and first.size % number == 0:
+                return Average()
+        if isinstance(first, Average) and first.devices:
+            return (
+                Free(shapes.all_axes(eqn.outvars[0]))
+                if (number == self.devices)
+                else None
+            )
+        return _unmasked(first) if isinstance(other, Free) else None
+
+    def _reduction(self, eqn: Any, kind: Kind) -> Kind:
+        axes, shape = eqn.params["axes"], eqn.invars[0].aval.shape
+        name = eqn.primitive.name
+        if isinstance(kind, Rows) and kind.axis not in axes:
+            return Rows(kind.axis - sum(axis < kind.axis for axis in axes))
+        if name != "reduce_sum":
+            return Met(eqn)
+        size = shapes.product(shape[axis] for axis in axes)
+        if isinstance(kind, Rows):
+            return Sum(size, mask=kind.mask)
+        return Sum(kind.size * size) if isinstance(kind, Sum) else kind
+
+    def _collective(self, eqn: Any, kind: Kind) -> Kind:
+        """Over the devices: what all rows went into is the same everywhere."""
+        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+        everywhere = Free(shapes.all_axes(eqn.outvars[0]))
+        if self.axis_name not in axes:
+            return kind
+        if eqn.params.get("axis_index_groups") is not None or len(axes) > 1:
+            return Met(eqn)
+        if eqn.primitive.name == "all_gather":
+            return everywhere if isinstance(kind, Rows) else Met(eqn)
+        if isinstance(kind, Sum):
+            return everywhere
+        if isinstance(kind, Average) and not kind.masked:
+            return Average(devices=True)
+        return Met(eqn)
+
+    def _cond(self, eqn: Any, kinds: list[Kind]) -> list[Kind]:
+        if not isinstance(kinds[0], Free):
+            return [Met(eqn)] * len(eqn.outvars)
+        branches = [self(inner, kinds[1:]) for inner in inner_jaxprs(eqn)]
+        return [_join(eqn, same) for same in zip(*branches, strict=True)]
+
+    def _scan(self, eqn: Any, kinds: list[Kind]) -> list[Kind]:
+        n_consts, n_carry = scan_parts(eqn)
+        consts, carry = kinds[:n_consts], kinds[n_consts : n_consts + n_carry]
+        xs = [shapes.inside_scan(eqn, kind) for kind in kinds[n_consts + n_carry :]]
+        body = inner_jaxprs(eqn)[0]
+        carry, ys = self._settle(eqn, body, [consts, carry, xs], n_carry)
+        return carry + [shapes.outside_scan(eqn, kind) for kind in ys]
+
+    def _while(self, eqn: Any, kinds: list[Kind]) -> list[Kind]:
+        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        cond, body = (eqn.params[k].jaxpr for k in ("cond_jaxpr", "body_jaxpr"))
+        consts, carry = kinds[n_cond : n_cond + n_body], kinds[n_cond + n_body :]
+        carry, _ = self._settle(eqn, body, [consts, carry, []], len(carry))
+        (ends,) = self(cond, kinds[:n_cond] + carry)
+        # How often a loop turns may depend on no row: it turns for all of them.
+        return carry if isinstance(ends, Free) else [Met(eqn)] * len(carry)
+
+    def _settle(
+        self, eqn: Any, body: core.Jaxpr, kinds: list[list[Kind]], n_carry: int
+    ) -> tuple[list[Kind], list[Kind]]:
+        """Kinds of a carry that no round of a loop changes, and of the rest."""
+        consts, carry, xs = kinds
+        while True:
+            outputs = self(body, consts + carry + xs)
+            joined = [
+                _join(eqn, pair) for pair in zip(carry, outputs[:n_carry], strict=True)
+            ]
+            if joined == carry:
+                return carry, outputs[n_carry:]
+            carry = joined
+
+
+def _join(eqn: Any, kinds: Sequence[Kind]) -> Kind:
+    """One kind for values that take each other's place."""
+    first = kinds[0]
+    if all(kind == first for kind in kinds):
+        return first
+    for kind in kinds:
+        if isinstance(kind, Met):
+            return kind
+    if all(isinstance(kind, Free) for kind in kinds):
+        return Free(frozenset().union(*(k.varies for k in kinds)))  # pyright: ignore
+    rows = shapes.common_rows(kinds)
+    return Met(eqn) if rows is None else Rows(rows)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if np.ndim(value) == 0 and np.isrealobj(value) else None
+
+
+def _called(eqn: Any, kind: Kind) -> Kind:
+    return dataclasses.replace(kind, caller=eqn) if isinstance(kind, Met) else kind
+
+
+def _any_free(kinds: Sequence[Kind]) -> bool:
+    return any(isinstance(kind, Free) for kind in kinds)
+
+
+def _unmasked(kind: Kind) -> Kind:
+    """A multiple of a sum is a sum, but no longer that of the mask."""
+    return Sum(kind.size) if isinstance(kind, Sum) else kind
