@@ -6,6 +6,7 @@ therefore joined; large leaves stay as they are, for joining them is a copy.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -25,11 +26,14 @@ class Packing:
         shapes: of its leaves.
         slots: for each part of the packed form the numbers of its leaves: several are
             joined in one vector, and one by itself stays as it is.
+        cut: if given, every part is a vector, filled up with zeros so that it can be
+            cut into so many equal slices.
     """
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     slots: tuple[tuple[int, ...], ...]
+    cut: int | None = None
 
     @classmethod
     def of(cls, tree: Any, small_bytes: int = SMALL_BYTES) -> "Packing":
@@ -62,22 +66,34 @@ class Packing:
             (Array([1., 1., 0., 0., 0., 0.], dtype=float32),)
         """
         leaves = jax.tree.leaves(tree)
-        return Packed(
-            tuple(
-                leaves[slot[0]] if len(slot) == 1 else _join([leaves[i] for i in slot])
-                for slot in self.slots
-            ),
-            self,
+        parts = tuple(
+            leaves[slot[0]] if len(slot) == 1 else _join([leaves[i] for i in slot])
+            for slot in self.slots
         )
+        return Packed(parts if self.cut is None else tuple(map(self.flat, parts)), self)
 
     def unpack(self, parts: tuple[Any, ...]) -> Any:
         """The tree again."""
         leaves: dict[int, Any] = {}
         for slot, part in zip(self.slots, parts, strict=True):
             shapes = tuple(self.shapes[i] for i in slot)
-            found = [part] if len(slot) == 1 else _split(part, shapes)
+            whole = self.cut is None and len(slot) == 1
+            found = [part] if whole else _split(part, shapes)
             leaves.update(zip(slot, found, strict=True))
         return jax.tree.unflatten(self.structure, [leaves[i] for i in sorted(leaves)])
+
+    def cut_for(self, slices: int | None) -> "Packing":
+        """The same with parts that can be cut into slices."""
+        return dataclasses.replace(self, cut=slices)
+
+    def flat(self, part: jax.Array) -> jax.Array:
+        """A part as a vector that can be cut.
+
+        Example:
+            >>> Packing.of([jnp.ones((2, 3))]).cut_for(4).flat(jnp.ones((2, 3))).shape
+            (8,)
+        """
+        return jnp.pad(jnp.ravel(part), (0, -part.size % (self.cut or 1)))
 
 
 @jax.tree_util.register_dataclass
@@ -131,12 +147,9 @@ def _join(leaves: list[jax.Array]) -> jax.Array:
 
 
 def _split_up(vector: jax.Array, shapes: tuple[tuple[int, ...], ...]) -> list[Any]:
-    ends, total = [], 0
-    for shape in shapes[:-1]:
-        total += math.prod(shape)
-        ends.append(total)
-    pieces = jnp.split(vector, ends)
-    return [jnp.reshape(p, shape) for p, shape in zip(pieces, shapes, strict=True)]
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    pieces = jnp.split(vector, ends)  # the last one is filling, or nothing
+    return [jnp.reshape(p, s) for p, s in zip(pieces[:-1], shapes, strict=True)]
 
 
 _split = jax.jit(_split_up, static_argnums=1)

@@ -27,6 +27,24 @@ def rows(mesh: Mesh, axis_name: str = "data") -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(axis_name))
 
 
+@functools.cache
+def split(mesh: Mesh, axis_name: str, shape: tuple[int, ...]) -> NamedSharding:
+    """The first dimension that divides split along one mesh axis; else replicated.
+
+    Example:
+        >>> from lockstep.devices import make_mesh
+        >>> mesh = make_mesh()
+        >>> split(mesh, "data", (3, 16)).spec, split(mesh, "data", (3,)).spec
+        (PartitionSpec(None, 'data'), PartitionSpec())
+    """
+    check_axis(mesh, axis_name)
+    parts = mesh.shape[axis_name]
+    for i, length in enumerate(shape):
+        if length and length % parts == 0:
+            return NamedSharding(mesh, PartitionSpec(*[None] * i, axis_name))
+    return replicated(mesh)
+
+
 def row_axis(mesh: Mesh, axis_name: str | None = None) -> str:
     """The mesh axis that splits rows: the named one, "data", or the only one.
 

@@ -2,13 +2,21 @@
 
 Each leaf that goes in and out of a compiled program costs some microseconds a device. A
 `TrainStep` in the device view therefore takes and returns packed states, and whoever
-calls it sees ordinary ones, which unpack themselves when somebody looks.
+calls it sees ordinary ones, which unpack themselves when somebody looks. With
+`optimizer_sharding` each device holds its share of the optimizer's state.
 """
 
+import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lockstep import placement, sharding, tree
 from lockstep.parallel.options import Options
 from lockstep.step import TrainState, TrainStep
+from lockstep.step.sharded import specs
 
 
 class Carrier:
@@ -17,6 +25,7 @@ class Carrier:
     def __init__(self, options: Options) -> None:
         """Of a step that carries its state in another form, or of any other."""
         self._step = options.fn if isinstance(options.fn, TrainStep) else None
+        self._mesh, self._axis = options.mesh, options.row_axis
 
     def known(self, state: Any) -> Any:
         """What a state is a view over; `None` where it is an ordinary value."""
@@ -29,11 +38,54 @@ class Carrier:
         carried = self.known(args[0]) if args else None
         return args if carried is None else (carried, *args[1:])
 
+    def lay_out(self, state: Any) -> Any:
+        """An ordinary state with the optimizer's part split, if it shall be."""
+        if not isinstance(state, TrainState) or not self._shards():
+            return state
+
+        def split(path: str, leaf: Any) -> Any:
+            if tree.is_static(leaf):
+                return leaf
+            where = sharding.split(self._mesh, self._axis, tuple(jnp.shape(leaf)))
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return _described(leaf, where)
+            if getattr(leaf, "sharding", None) == where:
+                return leaf
+            return placement.copy_to(leaf, where, path)
+
+        opt_state = placement.map_named(split, state.opt_state, "state.opt_state")
+        return dataclasses.replace(state, opt_state=opt_state)
+
     def carry(self, placed: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Placed arguments with the state packed, if it was not before."""
-        if self._step is None or not isinstance(placed[0], TrainState):
+        """Placed arguments with the state packed, if it was not before.
+
+        Descriptions of arrays (`jax.ShapeDtypeStruct`) become descriptions.
+        """
+        step, state = self._step, placed[0] if placed else None
+        if step is None or not isinstance(state, TrainState):
             return placed
-        return (self._step.carry(placed[0]), *placed[1:])
+        if self.known(state) is not None:
+            return self.seen(placed)
+        devices = self._mesh.shape[self._axis]
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
+            carried = jax.eval_shape(lambda state: step.carry(state, devices), state)
+        else:
+            carried = step.carry(state, devices)
+        if carried is not state and self._shards():
+            carried = jax.tree.map(self._put, carried, specs(carried, self._axis))
+        return (carried, *placed[1:])
+
+    def _put(self, leaf: Any, spec: PartitionSpec) -> Any:
+        """A leaf of a carried state where the step wants it."""
+        where = NamedSharding(self._mesh, spec)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return _described(leaf, where)
+        if not spec or leaf.sharding == where:
+            return leaf
+        return jax.jit(lambda x: x, out_shardings=where)(leaf)
+
+    def _shards(self) -> bool:
+        return self._step is not None and self._step.optimizer_sharding is not None
 
     def show(self, outputs: Any) -> Any:
         """Outputs `(state, ...)` with an ordinary state."""
@@ -46,3 +98,7 @@ class Carrier:
         if self._step is None or not isinstance(state, TrainState):
             return state
         return self._step.show(state)
+
+
+def _described(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)

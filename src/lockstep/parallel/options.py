@@ -86,6 +86,11 @@ class Options:
         return self.fn.compiler_options if isinstance(self.fn, TrainStep) else None
 
     @functools.cached_property
+    def traced(self) -> Callable[..., Any]:
+        """The function that is traced: a `TrainStep` may have to know its mesh."""
+        return self.fn.on_mesh(self.mesh) if self.is_train_step else self.fn
+
+    @functools.cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the positional parameters, where Python can tell them."""
         try:

@@ -180,7 +180,7 @@ class ParallelStep:
         if carried is not None:
             placed = self._placer.state(carried, self._options.name(0))
             return state if placed is carried else self._carrier.show_state(placed)
-        state = self._placer.state(state, self._options.name(0))
+        state = self._placer.state(self._carrier.lay_out(state), self._options.name(0))
         if not self._strong:
             return state
         strong = self._strong.get(jax.tree.structure(wrap(state)), {})
@@ -215,7 +215,9 @@ class ParallelStep:
         """
         described = any(map(_is_description, jax.tree.leaves(args)))
         placed = (*args, kwargs) if described else self._place(args, kwargs)
-        placed = wrap(placed if described else self._carrier.carry(placed))
+        placed = wrap(
+            self._carrier.carry((self._carrier.lay_out(placed[0]), *placed[1:]))
+        )
         current = self._program(placed, self._key_shapes(placed[:-1]))
         if current.strong:
             placed = (program.strengthen(placed[0], current.strong), *placed[1:])

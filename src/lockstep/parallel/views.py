@@ -21,6 +21,7 @@ from lockstep.parallel import program
 from lockstep.parallel.options import Options
 from lockstep.parallel.static_leaves import unwrap, wrap
 from lockstep.placement import MaskedBatch
+from lockstep.step.sharded import specs as state_specs
 from lockstep.tree import is_key, named_leaves
 from lockstep.varying import (
     draws_equally,
@@ -67,6 +68,9 @@ class DeviceView:
         """Run the step on every device; traced by `jax.jit`."""
         split = PartitionSpec(self.axis_name)
         specs = tuple(self._specs(i, arg) for i, arg in enumerate(wrapped))
+        equal: Any = PartitionSpec()
+        if self.owns_keys and self.state_argnum is not None:  # returns the state first
+            equal = specs[self.state_argnum], equal
         rebuild: list[Callable[[Any, Any], Any]] = []
 
         def local(*args: Any) -> Any:
@@ -78,7 +82,7 @@ class DeviceView:
             local,
             mesh=self.mesh,
             in_specs=specs,
-            out_specs=(PartitionSpec(), split),
+            out_specs=(equal, split),
             check_vma=False,
         )(*wrapped)
         return rebuild[-1](*outputs)
@@ -90,7 +94,7 @@ class DeviceView:
             return jax.tree.map(lambda x: split if x.shape else whole, arg)
         if i == self.state_argnum:
             self._refuse_keys(arg)
-            return jax.tree.map(lambda _: whole, arg)
+            return state_specs(arg, self.axis_name)
         mapped = self._mapped_keys(i, arg)
         return jax.tree.map(lambda x, m: split if m else whole, arg, mapped)
 
@@ -244,7 +248,9 @@ class DeviceView:
         name = self.names[self.state_argnum or 0]
         paths = [path for path, _ in named_leaves(state, name)]
         flags = jax.tree.leaves(marks)
-        self.suspects = [p for p, m in zip(paths, flags, strict=True) if m]
+        whole = [not spec for spec in jax.tree.leaves(state_specs(state, ""))]
+        found = zip(paths, flags, whole, strict=True)
+        self.suspects = [path for path, mark, equal in found if mark and equal]
         if self.suspects and not reduces_over(jaxpr, self.axis_name):
             raise ValueError(
                 f"this step averages nothing over {self.axis_name!r}, so each device "
@@ -292,7 +298,7 @@ def call(options: Options, args: list[Any]) -> Any:
     """
     before = [jax.tree.leaves(arg) for arg in args]
     try:
-        out = options.fn(*args[:-1], **args[-1])
+        out = options.traced(*args[:-1], **args[-1])
     except NameError as error:
         raise _explain_axis(error, options.device_axis) from error
     for i, (arg, old) in enumerate(zip(args, before, strict=True)):

@@ -26,6 +26,7 @@ def make_train_step(
     remat: bool | Callable[..., Any] = False,
     batch_norm: str | None = None,
     rows: str | None = None,
+    optimizer_sharding: str | None = None,
     mask: str | None = "mask",
     fixed_shards: int | None = None,
 ) -> TrainStep:
@@ -55,6 +56,9 @@ def make_train_step(
             own rows; they are averaged over the devices.
         rows: `"local"` allows, in the device view, a loss in which the rows of one
             device meet (negatives, ranks or norms among its own rows) or add up.
+        optimizer_sharding: a mesh axis, as `"data"`: each device holds a share of the
+            optimizer's state and updates that share of the parameters. In the device
+            view the optimizer must treat every number alike; see the guide.
         mask: where a batch that is a dict holds its mask. A mask `[B]` weighs the rows
             of scalars and of `[B]` values; a finer one is for the loss to use, with
             `Mean.of(values, mask)`.
@@ -84,6 +88,7 @@ def make_train_step(
     """
     _check_optimizer(optimizer)
     _check_options(axis_name, accumulate, clip_norm, ema, batch_norm, model_state)
+    _check_sharding(optimizer_sharding, axis_name, fixed_shards)
     fixed.check_option(fixed_shards, axis_name)
     _check_rows(rows, axis_name)
     read = Loss.read(loss, model_state)
@@ -102,6 +107,7 @@ def make_train_step(
         rows=rows,
         mask=mask,
         fixed_shards=fixed_shards,
+        optimizer_sharding=optimizer_sharding,
     )
 
 
@@ -138,6 +144,27 @@ def _check_options(
         raise ValueError(
             "batch_norm='local' is for the device view of a loss with "
             "model_state=True: in the global view BatchNorm sees the whole batch"
+        )
+
+
+def _check_sharding(
+    optimizer_sharding: Any, axis_name: str | None, fixed_shards: int | None
+) -> None:
+    if optimizer_sharding is None:
+        return
+    if not isinstance(optimizer_sharding, str):
+        raise TypeError(
+            f"optimizer_sharding={optimizer_sharding!r} is not the name of a mesh axis"
+        )
+    if axis_name not in (None, optimizer_sharding):
+        raise ValueError(
+            f"optimizer_sharding={optimizer_sharding!r} and axis_name={axis_name!r}: "
+            "in the device view both are the axis that the step reduces over"
+        )
+    if fixed_shards is not None:
+        raise ValueError(
+            "optimizer_sharding cannot be combined with fixed_shards: the slices of "
+            "the update depend on the number of devices, and so may their last bits"
         )
 
 

@@ -24,9 +24,14 @@ WORTHWHILE = 8
 class PackingChoice:
     """Whether the states of one optimizer are packed, and how; decided once a form."""
 
-    def __init__(self, optimizer: Any) -> None:
-        """Nothing is traced yet."""
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Any, *, sliced: bool = False) -> None:
+        """Nothing is traced yet.
+
+        Args:
+            optimizer: an optax `GradientTransformation`.
+            sliced: whether each device will see a slice of the packed trees only.
+        """
+        self._optimizer, self._sliced = optimizer, sliced
         self._known: dict[Any, Packing | str] = {}
 
     def __call__(self, state: TrainState) -> Packing | str:
@@ -41,27 +46,32 @@ class PackingChoice:
         key = structure, *((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         if key not in self._known:
             try:
-                self._known[key] = find_packing(self._optimizer, state)
+                self._known[key] = self._find(state)
             except NotElementwise as why:
                 self._known[key] = str(why)
         return self._known[key]
 
-
-def find_packing(optimizer: Any, state: TrainState) -> Packing:
-    """How the small leaves of a state may be packed for an optimizer.
-
-    Raises:
-        NotElementwise: they may not, or it would gain nothing; says why.
-    """
-    packing = Packing.of(state.params)
-    if packing.joined < WORTHWHILE:
-        raise NotElementwise(f"has only {packing.joined} small leaves to join")
-    check_optimizer(optimizer, state, packing)
-    return packing
+    def _find(self, state: TrainState) -> Packing:
+        packing = Packing.of(state.params)
+        if self._sliced:
+            check_optimizer(self._optimizer, state, packing.cut_for(2), sums=False)
+            return packing
+        if packing.joined < WORTHWHILE:
+            raise NotElementwise(f"has only {packing.joined} small leaves to join")
+        check_optimizer(self._optimizer, state, packing)
+        return packing
 
 
-def check_optimizer(optimizer: Any, state: TrainState, packing: Packing) -> None:
+def check_optimizer(
+    optimizer: Any, state: TrainState, packing: Packing, *, sums: bool = True
+) -> None:
     """Check that an optimizer does to packed trees what it does to the leaves.
+
+    Args:
+        optimizer: an optax `GradientTransformation`.
+        state: an ordinary state, of arrays, tracers or descriptions.
+        packing: of its parameters.
+        sums: whether it may look at sums over leaves, as a global norm is.
 
     Raises:
         NotElementwise: it does not, or it cannot be seen.
@@ -72,14 +82,47 @@ def check_optimizer(optimizer: Any, state: TrainState, packing: Packing) -> None
     whole = _form(optimizer, params, opt_state, slot_of)
     slots = {i: i for i in range(len(packing.slots))}
     parts = _form(optimizer, packed[0], packed[1], slots)
-    check_same(whole, parts)
+    check_same(whole, parts, sums=sums)
 
 
-def pack_state(state: TrainState, packing: Packing) -> TrainState:
-    """A state with every tree that is like the parameters packed."""
-    trees = state.params, state.opt_state, state.ema
-    params, opt_state, ema = pack(trees, packing)
+def pack_state(
+    state: TrainState, packing: Packing, slices: int | None = None
+) -> TrainState:
+    """A state with every tree that is like the parameters packed.
+
+    Args:
+        state: an ordinary state.
+        packing: of its parameters.
+        slices: into how many the optimizer's trees are to be cut.
+    """
+    params, ema = pack((state.params, state.ema), packing)
+    opt_state = pack(state.opt_state, packing.cut_for(slices))
     return dataclasses.replace(state, params=params, opt_state=opt_state, ema=ema)
+
+
+def pack_slices(
+    state: TrainState, packing: Packing | str, devices: int | None
+) -> TrainState:
+    """A packed state whose optimizer's trees can be cut into a slice for each device.
+
+    Raises:
+        ValueError: `packing` says why that would change what the optimizer does.
+        RuntimeError: nobody knows the devices.
+    """
+    if isinstance(packing, str):
+        raise ValueError(
+            "optimizer_sharding gives each device a slice of all leaves to update, and "
+            f"this optimizer {packing}: the result would depend on where the slices "
+            "end. Clip with make_train_step(clip_norm=...), which sees all slices; "
+            "use the global view (no axis_name), which shards any optimizer; or leave "
+            "optimizer_sharding out"
+        )
+    if devices is None:
+        raise RuntimeError(
+            "a step with optimizer_sharding needs its state cut into slices: run it "
+            "with lockstep.per_device(step), not inside jax.shard_map"
+        )
+    return pack_state(state, packing, devices)
 
 
 def update(

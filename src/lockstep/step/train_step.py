@@ -6,23 +6,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from lockstep.fixed_order import COMPILER_OPTIONS
 from lockstep.metrics import Mean
 from lockstep.notices import say_once
 from lockstep.packing import Packed, unpack
 from lockstep.placement import MaskedBatch, count_rows
-from lockstep.reduce import axis_size, psum_tree
+from lockstep.reduce import axis_size
 from lockstep.rng import check_key, device_key, step_key
 from lockstep.step import fixed_shards as fixed
 from lockstep.step import model_state as statistics
 from lockstep.step import scaling
 from lockstep.step.accumulate import Sums, sum_gradients
-from lockstep.step.gradients import average, clip, global_norm
+from lockstep.step.gradients import average, clip
 from lockstep.step.loss import Loss
 from lockstep.step.outcome import Outcome, evaluate_loss
-from lockstep.step.packed import PackingChoice, pack_state, update
+from lockstep.step.packed import PackingChoice, pack_slices, pack_state, update
 from lockstep.step.scaling import DynamicScale
+from lockstep.step.sharded import Layout, Slices, Whole
 from lockstep.step.train_state import (
     TrainState,
     check_params,
@@ -62,12 +64,30 @@ class TrainStep:
     rows: str | None
     mask: str | None
     fixed_shards: int | None = None
+    optimizer_sharding: str | None = None
+    mesh: Mesh | None = None
 
     __name__ = "train_step"
 
     @functools.cached_property
     def _packing_of(self) -> PackingChoice:
-        return PackingChoice(self.optimizer)
+        sliced = self.optimizer_sharding is not None
+        return PackingChoice(self.optimizer, sliced=sliced)
+
+    @functools.cached_property
+    def _shares(self) -> Whole:
+        """Who updates what."""
+        if self.optimizer_sharding is None:
+            return Whole(self.axis_name)
+        if self.axis_name is not None:
+            return Slices(self.axis_name)
+        return Layout(self.mesh, self.optimizer_sharding) if self.mesh else Whole(None)
+
+    def on_mesh(self, mesh: Mesh) -> "TrainStep":
+        """The step as it is traced for a mesh."""
+        if self.optimizer_sharding is None or self.axis_name is not None:
+            return self
+        return dataclasses.replace(self, mesh=mesh)
 
     @property
     def view(self) -> str:
@@ -162,18 +182,28 @@ class TrainStep:
         def finish() -> tuple[TrainState, dict[str, Any]]:
             weight = sums.loss.count / rows
             grads = average(sums.grads, weight, self._scale_of(state))
-            return self._advance(state, grads, sums)
+            return self._advance(state, self._shares.own(grads), sums)
 
         return fixed.seal_update(state, finish) if self.fixed_shards else finish()
 
-    def carry(self, state: TrainState) -> TrainState:
-        """The form in which the state goes from call to call: packed, or as it is."""
+    def carry(self, state: TrainState, devices: int | None = None) -> TrainState:
+        """The form in which the state goes from call to call: packed, or as it is.
+
+        Args:
+            state: an ordinary state, or a carried one.
+            devices: how many there are; needed where the optimizer's state is cut.
+
+        Raises:
+            ValueError: the optimizer's state cannot be cut into slices.
+        """
         if self.axis_name is None or isinstance(state.params, Packed):
             return state
         made_here = state.carried_by(self)
         if made_here is not None:
             return made_here
         packing = self._packing_of(state)
+        if self.optimizer_sharding is not None:
+            return pack_slices(state, packing, devices)
         return state if isinstance(packing, str) else pack_state(state, packing)
 
     def show(self, carried: TrainState) -> TrainState:
@@ -270,8 +300,8 @@ class TrainStep:
         sums = sum_gradients(objective, *args, self.accumulate)
         differs = self._differs(args)
         shares = statistics.shares(sums.model_state, differs, devices)
-        grads, loss, metrics, means = psum_tree(
-            (sums.grads, sums.loss, sums.metrics, shares), self.axis_name
+        grads, (loss, metrics, means) = self._shares.sum(
+            sums.grads, (sums.loss, sums.metrics, shares)
         )
         equal = statistics.with_means(sums.model_state, differs, means)
         return Sums(grads, loss, metrics, equal)
@@ -303,7 +333,7 @@ class TrainStep:
         self, state: TrainState, grads: Any, sums: Sums
     ) -> tuple[TrainState, dict[str, Any]]:
         """Update everything, or leave it where a gradient is not finite."""
-        norm = global_norm(grads)
+        norm = self._shares.norm(grads)
         metrics = {"loss": sums.loss, **sums.metrics, "grad_norm": norm}
         moved = self._update(state, clip(grads, norm, self.clip_norm), sums)
         if isinstance(self.loss_scale, DynamicScale) and state.loss_scale:
@@ -321,11 +351,12 @@ class TrainStep:
         """The state after the optimizer's step."""
         import optax
 
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        params = self._shares.own(state.params)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         updates, opt_state = update(
-            self.optimizer, grads, state.opt_state, state.params, sums.loss.compute()
+            self.optimizer, grads, state.opt_state, params, sums.loss.compute()
         )
-        params = optax.apply_updates(state.params, updates)
+        params = self._shares.all(optax.apply_updates(params, updates), state.params)
         params = keep_types(state.params, params, "state.params")
         ema = state.ema
         if self.ema is not None:
