@@ -2,7 +2,8 @@
 #
 #   make train         train on handwritten digits, on every device
 #   make test          the core tests
-#   make test-all      every test
+#   make test-all      every test, less those of
+#   make test-cluster  SLURM, mpirun, Ray and Kubernetes; installs them first (Debian)
 #   make test-oldest   the heart of the tests on Python 3.11 and JAX 0.10
 #   make lint          format, lint and types, as CI checks them
 #
@@ -16,7 +17,7 @@ OLDEST := .venv311
 OLDEST_TESTS := import tree devices placement rng metrics varying parallel per_device \
     step replicas loop callbacks data prefetching evaluation examples
 
-.PHONY: train test test-all test-oldest lint format bench lock clean
+.PHONY: train test test-all test-cluster test-oldest lint format bench lock clean
 
 # Where JAX finds no accelerator it runs on the CPU: as four devices.
 train: $(READY)
@@ -24,10 +25,13 @@ train: $(READY)
 	JAX_NUM_CPU_DEVICES=$${JAX_NUM_CPU_DEVICES:-4} $(BIN)/python examples/digits.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not full" $(ARGS)
+	$(BIN)/python -m pytest -m "not full and not cluster" $(ARGS)
 
 test-all: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not cluster" $(ARGS)
+
+test-cluster: $(READY)
+	tests/cluster/run.sh $(BIN)/python $(ARGS)
 
 test-oldest: $(OLDEST)/ready
 	$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS:%=tests/test_%.py) $(ARGS)

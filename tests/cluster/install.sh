@@ -1,0 +1,37 @@
+#!/bin/sh
+# Installs what the tests of one launcher need; fails when it cannot be had here.
+#
+#   tests/cluster/install.sh slurm|mpirun|ray|kubernetes PYTHON
+#
+# Debian's packages, as root or by sudo without a password; Ray and the Kubernetes
+# schemas into PYTHON's environment. What is there already is left as it is.
+set -eu
+
+kind=$1
+python=$2
+export DEBIAN_FRONTEND=noninteractive
+as_root=
+[ "$(id -u)" = 0 ] || as_root="sudo -n"
+
+has() { command -v "$1" >/dev/null 2>&1; }
+
+debian() {
+    has apt-get || { echo "$kind: no apt-get, so no Debian packages: $*" >&2; exit 1; }
+    $as_root timeout 60 apt-get -qq update
+    $as_root timeout 120 apt-get -qq -y --no-install-recommends install "$@" >/dev/null
+}
+
+python_package() {
+    "$python" -c "import $1" 2>/dev/null ||
+        timeout 180 "$python" -m pip install -qq --disable-pip-version-check "$2"
+}
+
+PATH=$PATH:/usr/sbin
+case $kind in
+slurm) has slurmctld && has slurmd && has srun && has munged ||
+    debian slurmctld slurmd slurm-client munge ;;
+mpirun) has mpirun || debian openmpi-bin ;;
+ray) python_package ray "ray>=2.50" ;;
+kubernetes) python_package kubernetes_validate "kubernetes-validate>=1.31" ;;
+*) echo "usage: $0 slurm|mpirun|ray|kubernetes PYTHON" >&2; exit 2 ;;
+esac
