@@ -25,6 +25,26 @@ class TestNoReduction:
             p_step = jax.pmap(train_step, axis_name="batch")  # <-
         """)
 
+    @pytest.mark.parametrize(
+        "line",
+        [
+            'loss = lax.pmean(loss, "batch")',
+            'metrics = lax.pmean({"loss": loss}, axis_name="batch")',
+            'train_metrics = lax.psum((loss, batch_count), "batch")',
+        ],
+    )
+    def test_one_that_averages_its_loss_alone_drifts(self, line):
+        text = """
+            def train_step(state, batch, batch_count):
+                loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+                {line}
+                return state.apply_gradients(grads=grads), loss
+
+            p_step = jax.pmap(train_step, axis_name="batch")"""
+        self.found(text.format(line=line) + "  # <-")
+        both = 'loss, grads = lax.pmean((loss, grads), axis_name="batch")'
+        self.found(text.format(line=f"{line}; {both}"))
+
     def test_as_a_decorator_and_through_helpers(self):
         self.found("""
             def update(params, batch):
@@ -51,6 +71,7 @@ class TestNoReduction:
         [
             'grads = lax.pmean(grads, "i")',
             'grads = jax.tree.map(lambda g: lax.psum(g, "i") / 4, grads)',
+            'loss_and_grads = lax.pmean(loss_and_grads, "i")',
             'grads = jax.tree.map(partial(lax.pmean, axis_name="i"), grads)',
             'grads = lax.all_gather(grads, "i")',
             "grads = average_over_hosts(grads)",

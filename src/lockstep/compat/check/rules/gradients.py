@@ -21,6 +21,9 @@ from lockstep.compat.check.scopes import Function
 
 _GRAD_NAME = re.compile("grad", re.IGNORECASE)
 _REDUCES_BY_NAME = re.compile("pmean|psum|all_?reduce|axis_name|sync|aggregate", re.I)
+_METRIC_NAME = re.compile(
+    r"(?!.*grad)(\w*_)?(loss|losses|metrics?|acc|accuracy|logs?|batch_stats|norm|count|lr)(_\w*)?"
+)
 _USES_GRADS = {
     "update",
     "apply_gradients",
@@ -57,8 +60,11 @@ def _trains(module: Module, nodes: list[ast.AST]) -> bool:
 
 
 def _may_reduce(module: Module, mapped: Mapped, nodes: list[ast.AST]) -> bool:
-    """Whether anything in it reduces, or could do so out of sight."""
+    """Whether anything in it reduces gradients, or could do so out of sight."""
+    others = _reductions_of_metrics(module, nodes)
     for node in nodes:
+        if node in others:
+            continue
         if isinstance(node, (ast.Name, ast.Attribute)):
             if module.dotted(node) in REDUCTIONS:
                 return True
@@ -74,6 +80,18 @@ def _may_reduce(module: Module, mapped: Mapped, nodes: list[ast.AST]) -> bool:
             if _hands_on_gradients(module, node) or _optimizer_reduces(module, node):
                 return True
     return False
+
+
+def _reductions_of_metrics(module: Module, nodes: list[ast.AST]) -> set[ast.AST]:
+    """All that belongs to calls such as `pmean(loss)`, which leave gradients alone."""
+    found: set[ast.AST] = set()
+    for node in nodes:
+        if isinstance(node, ast.Call) and module.dotted(node.func) in REDUCTIONS:
+            inside = ast.walk(node.args[0]) if node.args else ()
+            names = [n.id for n in inside if isinstance(n, ast.Name)]
+            if names and all(map(_METRIC_NAME.fullmatch, names)):
+                found.update(ast.walk(node))
+    return found
 
 
 def _optimizer_reduces(module: Module, call: ast.Call) -> bool:
