@@ -11,6 +11,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from lockstep.distributed.session import current
+
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 _log = logging.getLogger("lockstep")
@@ -55,8 +57,17 @@ class StopSignals:
         self._before = {}
 
     def asked(self, step: int) -> str | None:
-        """The name of the signal that asks the run to stop after `step`, if any."""
-        return self._asked
+        """The name of the signal that asks the run to stop after `step`, if any.
+
+        Of several processes each asks after every step, and all get the same answer at
+        the same step, whichever of them got the signal.
+        """
+        session = current()
+        if session is None:
+            return self._asked
+        if self._asked:
+            session.line.stopping.ask(self._asked)
+        return session.line.stopping.reached()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

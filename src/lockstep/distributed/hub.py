@@ -76,6 +76,7 @@ class Hub:
         self._hanging: dict[int, str] = {}
         self._asked_at = 0.0
         self._silent: set[int] = set()
+        self._stops, self._passed = False, {}
         self._ended = self._ending = False
         now = time.monotonic()
         for member in members:
@@ -154,6 +155,18 @@ class Hub:
         if message["steps"] > member.steps:
             member.steps, member.moved = message["steps"], member.heard
             self._hanging.clear()
+
+    def _on_stop(self, member: Member, message: dict[str, Any]) -> None:
+        """A process was asked to stop; see `stopping`."""
+        if not self._stops:
+            self._stops = True
+            self._tell({"kind": "stopping", "signal": message["signal"]})
+
+    def _on_passed(self, member: Member, message: dict[str, Any]) -> None:
+        self._passed[member.index] = message["count"]
+        if len(self._passed) == len(self._members):
+            last = max(self._passed.values()) + 1
+            self._tell({"kind": "stop at", "count": last})
 
     def _on_done(self, member: Member, message: dict[str, Any]) -> None:
         self._on_steps(member, message)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.distributed.messages import Messages
+from lockstep.distributed.stopping import Stopping
 
 EXIT_OTHER_FAILED = 70
 _TICK_S = 0.25
@@ -28,6 +29,7 @@ class Line:
         index: the number of this process.
         count: the processes of the run.
         bad_news: set when the hub has told why the run ends.
+        stopping: how all processes stop after the same step.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Line:
         self.index, self.count = index, count
         self.bad_news = threading.Event()
         self.news = ""
+        self.stopping = Stopping(self._send)
         self._messages = messages
         self._leave = leave
         self._changed = threading.Condition()
@@ -172,6 +175,12 @@ class Line:
 
     def _on_note(self, message: dict[str, Any]) -> None:
         write(f"lockstep: {message['text']}\n")
+
+    def _on_stopping(self, message: dict[str, Any]) -> None:
+        self.stopping.on_stopping(message)
+
+    def _on_stop_at(self, message: dict[str, Any]) -> None:
+        self.stopping.on_stop_at(message)
 
     def _on_all_done(self, message: dict[str, Any]) -> None:
         self._all_done.set()
