@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import lockstep as ls
 from lockstep.compat import pmap
@@ -162,3 +164,24 @@ class TestCompatPmap:
             mapped = pmap(double)
             mapped(np.ones((2, 3)))
         assert reasons(mapped) == ["first call"]
+
+
+def test_another_layout_of_equal_shapes_is_a_compile(mesh_of, caplog):
+    mesh = mesh_of(2)
+    step = ls.parallelize(lambda w, x: x.sum(), mesh, batch_argnums=())
+    x, w = np.ones((4, 2), np.float32), np.float32(0)
+    whole, split = (NamedSharding(mesh, P(*axes)) for axes in ((), ("data",)))
+    for where in (whole, split, whole, split):
+        step(w, jax.device_put(x, where))
+    assert step.compiles.count == 2
+    assert "x whole on every device -> split" in step.compiles.entries[1].reason
+    assert "equal shapes, but" in caplog.text and "compiling again" in caplog.text
+
+
+def test_another_layout_counts_for_max_compiles(mesh_of):
+    mesh = mesh_of(2)
+    step = ls.parallelize(lambda w, x: x.sum(), mesh, batch_argnums=(), max_compiles=1)
+    x = np.ones((4, 2), np.float32)
+    step(1.0, jax.device_put(x, NamedSharding(mesh, P())))
+    with pytest.raises(RuntimeError, match="max_compiles=1: equal shapes, but"):
+        step(1.0, jax.device_put(x, NamedSharding(mesh, P("data"))))

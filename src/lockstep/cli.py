@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -101,6 +101,14 @@ def doctor(
     raise typer.Exit(0 if examine(size_mib) else 1)
 
 
+_HangTimeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0.1,
+        metavar="SECONDS",
+        help="Say where the program stands once no step moved for so long.",
+    ),
+]
 _Processes = Annotated[
     int | None,
     typer.Option(
@@ -129,6 +137,7 @@ def run(
     rehearse: _Rehearse = None,
     watch: _Watch = False,
     watch_every: _WatchEvery = 100,
+    hang_timeout: _HangTimeout = None,
     compile_cache: _CompileCache = None,
     processes: _Processes = None,
     max_restarts: _MaxRestarts = 0,
@@ -157,13 +166,23 @@ def run(
             import_module("lockstep.compat").install(era_random=era_random)
         if rehearse:
             setup.enter_context(import_module("lockstep.rehearse").rehearsed(rehearse))
+        if hang_timeout:
+            setup.enter_context(
+                import_module("lockstep.debug").hang_guard(hang_timeout)
+            )
         if watch:
             setup.enter_context(import_module("lockstep.watch").watched(watch_every))
-        try:
-            launch.run(program)
-        except launch.CannotStart as error:
-            typer.echo(f"lockstep run: {error}", err=True)
-            raise typer.Exit(2) from None
+        _launch(program)
+
+
+def _launch(program: Any) -> None:
+    from lockstep import launch
+
+    try:
+        launch.run(program)
+    except launch.CannotStart as error:
+        typer.echo(f"lockstep run: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 def _options_of(context: typer.Context, *left_out: str) -> list[str]:

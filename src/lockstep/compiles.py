@@ -80,12 +80,27 @@ class CompileLog:
             return
         signature = Signature.of(arguments, static)
         reason, hint = (planned, "") if planned else self._reason(signature)
+        self._note(signature, reason, hint, expected=bool(planned))
+
+    def begin_again(self, reason: str) -> None:
+        """Note a compile of known arguments, such as one for another layout of them.
+
+        Raises:
+            RuntimeError: more than `max_compiles`.
+        """
+        if not self._paused and self.entries:
+            self._note(self.entries[-1].signature, reason, "", expected=False)
+
+    def _note(
+        self, signature: Signature, reason: str, hint: str, *, expected: bool
+    ) -> None:
+        """Announce a compile before it stalls the run."""
         if self.max_compiles is not None and self.count >= self.max_compiles:
             raise RuntimeError(
                 f"{self.name} would compile a {_ordinal(self.count + 1)} time, above "
                 f"max_compiles={self.max_compiles}: {reason}{hint}"
             )
-        if self.entries and not planned:
+        if self.entries and not expected:
             _log.warning("%s: %s: compiling again%s", self.name, reason, hint)
         self.entries.append(Compile(reason, signature))
 

@@ -6,6 +6,7 @@ it. A step is a `ParallelStep` or what `compat.pmap` returned.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, Protocol
 
 import jax
@@ -90,3 +91,25 @@ def unseen() -> Iterator[None]:
         yield
     finally:
         _looking.pop()
+
+
+def explained(
+    step: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """One call of a step; an error for want of memory says what the step needs.
+
+    What does not fit fails in the call that compiles, where its arguments are known.
+    """
+    known = step.compiles.count
+    try:
+        outputs = run(args, kwargs)
+        if step.compiles.count > known:
+            arrays = jax.tree.leaves(outputs)
+            jax.block_until_ready([x for x in arrays if not isinstance(x, Tracer)])
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            # By name: it lies in a higher layer, and a run that fits never needs it.
+            memory = import_module("lockstep.parallel.out_of_memory")
+            memory.explain(error, step, args, kwargs)
+        raise
+    return outputs

@@ -498,3 +498,18 @@ class TestMoves:
         f(rows(), jnp.asarray(rows()))
         g(f(rows(), rows()), y=rows())
         assert f.moves.calls == g.moves.calls == 0 and not caplog.messages
+
+
+class TestOutOfMemory:
+    def test_the_error_carries_the_report(self):
+        def hungry(w, x):
+            table = jnp.sort(x[:, :1] + jnp.zeros((1, 10**9)), 1)
+            return w + jnp.sort(table, 0).sum()
+
+        x = np.ones((4, 1000, 3), np.float32)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EX") as caught:
+            step = pmap(hungry, devices=jax.devices()[:4])
+            jax.block_until_ready(step(np.zeros(4, np.float32), x))
+        (note,) = caught.value.__notes__
+        assert "one step of 4000 rows, on each device" in note
+        assert "the next things to try:" in note

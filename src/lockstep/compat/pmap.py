@@ -1,7 +1,7 @@
 """`pmap`: the map over devices of old, on `jax.jit` and `jax.shard_map`."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from lockstep.compat.mapping import nested
 from lockstep.compat.mapping.alone import Alone
 from lockstep.compat.mapping.options import read_options
 from lockstep.compat.mapping.programs import programs_of
-from lockstep.observers import for_new_step, observed
+from lockstep.observers import explained, for_new_step, observed
 
 
 def pmap(
@@ -90,7 +90,7 @@ def pmap(
         return call(args, kwargs)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return programs.use(fun, lambda run, leaves: run(leaves), args, kwargs)
+        return explained(mapped, partial(programs.use, fun, _run), args, kwargs)
 
     def lower(*args: Any, **kwargs: Any) -> Any:
         return programs.use(fun, lambda run, leaves: run.lower(leaves), args, kwargs)
@@ -101,3 +101,7 @@ def pmap(
     mapped.compiles, mapped.observers = programs.records.compiles, watching
     mapped.alone = Alone(fun, options)
     return mapped
+
+
+def _run(program: Any, leaves: list[Any]) -> Any:
+    return program(leaves)

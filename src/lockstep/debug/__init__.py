@@ -5,6 +5,7 @@ from lockstep.debug.communication.report import Collectives
 from lockstep.debug.comparing.compare import compare
 from lockstep.debug.comparing.comparison import Comparison
 from lockstep.debug.first_call import FirstCall
+from lockstep.debug.hang_guard import hang_guard
 from lockstep.debug.live_memory import LiveMemory, memory_now
 from lockstep.debug.memory import largest_batch, memory
 from lockstep.debug.no_transfers import no_transfers
@@ -30,6 +31,7 @@ __all__ = [
     "check_replicas",
     "collectives",
     "compare",
+    "hang_guard",
     "largest_batch",
     "memory",
     "memory_now",

@@ -3,6 +3,8 @@
 import textwrap
 from typing import Any
 
+import jax
+
 _STATUS = "RESOURCE_EXHAUSTED"
 
 
@@ -36,7 +38,9 @@ def _hint(step: Any) -> str:
         "lockstep.debug.memory compiles these choices, lockstep.debug.largest_batch "
         "finds how many rows fit, lockstep.debug.memory_now shows what else is held"
     )
-    if step.mesh.devices.flat[0].platform == "gpu":
+    mesh = getattr(step, "mesh", None)  # a mapped function of compat.pmap has none
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    if device.platform == "gpu":
         text += (
             ". JAX takes 75 % of a GPU at its start (XLA_PYTHON_CLIENT_MEM_FRACTION); "
             "other processes on it, TensorFlow's data pipeline too, have the rest"

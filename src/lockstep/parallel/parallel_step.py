@@ -28,6 +28,7 @@ from lockstep.parallel.run_ahead import RunAhead
 from lockstep.parallel.static_leaves import unwrap, wrap
 from lockstep.parallel.views import DeviceView, global_view
 from lockstep.replicas import check_replicas
+from lockstep.tree import named_leaves
 from lockstep.varying import equations
 
 
@@ -316,6 +317,9 @@ class ParallelStep:
         started, compiled = time.perf_counter(), self.compiles.count
         self._across.compare(current.run, placed, self.compiles.name)
         self._across.begin()
+        leaves = jax.tree.leaves(placed)
+        if change := current.layouts.change(leaves, lambda: self._paths(placed)):
+            self.compiles.begin_again(change)
         results = current.run(*placed)
         if self.compiles.count == compiled:
             return self._finish(current, results)
@@ -323,6 +327,11 @@ class ParallelStep:
         outputs = self._finish(current, results)
         self.wait()  # what does not fit fails here, where its arguments are known
         return outputs
+
+    def _paths(self, args: tuple[Any, ...]) -> list[str]:
+        """The path of every leaf of the arguments."""
+        named = zip(self._names(args), args, strict=True)
+        return [path for name, arg in named for path, _ in named_leaves(arg, name)]
 
     def _finish(self, current: program.Program, results: tuple[Any, Any]) -> Any:
         """The user's outputs; bounds the run-ahead and compares replicas once."""

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from lockstep import sharding
 from lockstep.compiles import CompileLog
+from lockstep.parallel.layouts import Layouts
 from lockstep.parallel.options import Options
 from lockstep.parallel.static_leaves import Static, unwrap
 from lockstep.tree import first_difference, named_leaves
@@ -37,6 +38,7 @@ class Program:
         donated: the arguments whose memory is reused.
         static_outputs: whether outputs hold wrapped static leaves.
         view: what was traced, in the device view.
+        layouts: how its arguments lay in the calls so far.
     """
 
     run: Any
@@ -47,6 +49,7 @@ class Program:
     donated: tuple[int, ...]
     static_outputs: bool
     view: Any = None
+    layouts: Layouts = dataclasses.field(default_factory=Layouts)
 
     def state_of(self, outputs: Any) -> Any:
         """The new state among the outputs (`None` for an evaluation step)."""

@@ -53,16 +53,13 @@ class Evidence:
 def find_causes(evidence: Evidence) -> list[str]:
     """All causes that can be seen."""
     if evidence.dependent_rows:  # a train step reduces as it should: this is all
-        uneven = mean_of_means(evidence)
-        return (
-            [uneven]
-            if uneven
-            else [
-                f"{text}. Each device has its own rows only: gather the others in the loss "
-                "(lax.all_gather), return Mean(total, count), or use the global view"
-                for text in evidence.dependent_rows
-            ]
+        way_out = (
+            "Each device has its own rows only: gather the others in the loss "
+            "(lax.all_gather), return Mean(total, count), or use the global view"
         )
+        uneven = mean_of_means(evidence)
+        met = [f"{text}. {way_out}" for text in evidence.dependent_rows]
+        return [uneven] if uneven else met
     found = [cause(evidence) for cause in _CAUSES]
     return [text for text in found if text]
 
