@@ -42,11 +42,13 @@ class Carrier:
         """An ordinary state with the optimizer's part split, if it shall be."""
         if not isinstance(state, TrainState) or not self._shards():
             return state
+        in_global_view = self._step is not None and self._step.view == "global"
+        axis = self._step.optimizer_sharding if in_global_view else self._axis
 
         def split(path: str, leaf: Any) -> Any:
             if tree.is_static(leaf):
                 return leaf
-            where = sharding.split(self._mesh, self._axis, tuple(jnp.shape(leaf)))
+            where = sharding.split(self._mesh, axis, tuple(jnp.shape(leaf)))
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return _described(leaf, where)
             if getattr(leaf, "sharding", None) == where:
@@ -62,7 +64,7 @@ class Carrier:
         Descriptions of arrays (`jax.ShapeDtypeStruct`) become descriptions.
         """
         step, state = self._step, placed[0] if placed else None
-        if step is None or not isinstance(state, TrainState):
+        if step is None or step.view == "global" or not isinstance(state, TrainState):
             return placed
         if self.known(state) is not None:
             return self.seen(placed)
