@@ -228,6 +228,23 @@ class TestAnotherState:
         checkpoints = saved(tmp_path, 1, state=state)
         assert_equal(checkpoints.restore(ls.replicate({"n": 0.0}, mesh_of(2))), state)
 
+    def test_with_two_leaves_of_one_path_is_refused(self, tmp_path):
+        @jax.tree_util.register_pytree_with_keys_class
+        class Twice:
+            def __init__(self, *values):
+                self.values = values
+
+            def tree_flatten_with_keys(self):
+                key = jax.tree_util.GetAttrKey("w")
+                return [(key, value) for value in self.values], None
+
+            @classmethod
+            def tree_unflatten(cls, _, values):
+                return cls(*values)
+
+        with pytest.raises(ValueError, match="two leaves state.w"):
+            Checkpointer(tmp_path).save(1, Twice(jnp.zeros(2), jnp.ones(2)))
+
 
 class TestAStackedState:
     """As pmap keeps it: one row a device."""
@@ -329,29 +346,41 @@ class TestDamage:
         return checkpoints
 
     def test_leads_to_the_checkpoint_before(self, damaged, said):
+        """One who only reads changes nothing: the run may still be writing."""
         assert damaged.restore(self.LIKE)["w"][0] == 1
-        assert damaged.steps == [1]
-        assert (damaged.directory / "2.damaged").is_dir()
+        assert sorted(p.name for p in damaged.directory.iterdir()) == ["1", "2"]
         (text,) = said()
         assert "2 cannot be read" in text
-        assert "set aside as 2.damaged" in text
+        assert "passed over; it stays there" in text
 
-    def test_leaves_the_name_free(self, damaged):
-        damaged.restore(self.LIKE)
+    def test_is_set_aside_by_the_run_that_goes_on(self, damaged, said):
+        saved, state = damaged.newest(self.LIKE, owned=True)
+        assert (saved.step, state["w"][0]) == (1, 1)
+        assert (damaged.directory / "2.damaged").is_dir()
+        assert "set aside as 2.damaged" in said()[0]
         damaged.save(2, {"w": np.full(4096, 9, np.float32)})
         damaged.wait()
         assert damaged.restore(self.LIKE)["w"][0] == 9
 
-    def test_of_the_only_one_is_an_error(self, damaged):
+    def test_of_all_is_an_error_and_nothing_is_renamed(self, damaged):
         remove_list(damaged.directory / "1")
-        with pytest.raises(RuntimeError, match="no checkpoint in .* can be read"):
-            damaged.restore(self.LIKE)
+        with pytest.raises(
+            RuntimeError, match="no checkpoint in .* can be read; step 2"
+        ):
+            damaged.newest(self.LIKE, owned=True)
+        assert sorted(p.name for p in damaged.directory.iterdir()) == ["1", "2"]
+
+    def test_of_the_step_that_is_asked_for_is_an_error(self, damaged):
+        with pytest.raises((RuntimeError, FileNotFoundError), match="2"):
+            damaged.restore(self.LIKE, step=2)
 
     def test_leftovers_of_killed_processes_are_removed(self, tmp_path):
         checkpoints = saved(tmp_path, 1)
         for name in ("2.orbax-checkpoint-tmp", "0.removed"):
             (tmp_path / name / "state").mkdir(parents=True)
         assert checkpoints.restore({"w": np.zeros(4, np.float32)})["w"][0] == 1
+        assert len(list(tmp_path.iterdir())) == 3
+        assert checkpoints.take_over()
         assert [p.name for p in tmp_path.iterdir()] == ["1"]
 
 

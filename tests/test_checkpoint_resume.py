@@ -248,9 +248,46 @@ class TestARestartedScript:
     def test_with_another_key_is_refused(self, tmp_path, mesh_of):
         Run(tmp_path, mesh_of(2), key=0).fit(arrays(), steps=2)
         with pytest.raises(
-            ValueError, match=r"key \[0, 0\], and the Trainer has \[0, 1\]"
+            ValueError, match=r"key \[0, 0\] .*, and now has .* \[0, 1\]"
         ):
             Run(tmp_path, mesh_of(2), key=1).fit(arrays(), steps=4)
+
+    def test_with_another_key_in_its_state_is_refused(self, tmp_path, mesh_of):
+        def script(seed, steps):
+            def loss(w, batch, key):
+                return (batch["x"] @ w) ** 2 + jax.random.normal(key)
+
+            step = ls.make_train_step(loss, OPTIMIZER)
+            state = step.init(jnp.ones(3), key=jax.random.key(seed))
+            checkpoints = ls.Checkpointer(tmp_path)
+            trainer = ls.Trainer(step, mesh=mesh_of(2), checkpoints=checkpoints)
+            return trainer.fit(state, hosts(), steps=steps)
+
+        script(0, 2)
+        with pytest.raises(
+            ValueError, match=r"key \[0, 0\] .*, and now has .* \[0, 1\]"
+        ):
+            script(1, 3)
+        assert int(script(0, 3).step) == 3
+
+    def test_for_fewer_steps_than_it_has_done_trains_nothing(
+        self, tmp_path, mesh_of, said
+    ):
+        Run(tmp_path, mesh_of(2)).fit(arrays(), steps=7)
+        shorter = Run(tmp_path, mesh_of(2)).fit(arrays(), steps=4)
+        assert (shorter.ids, shorter.trainer.step) == ([], 7)
+        shorter = Run(tmp_path, mesh_of(2)).fit(arrays(), epochs=1)
+        assert (shorter.ids, shorter.trainer.step) == ([], 7)
+        assert said().count("all 7 steps were done: nothing to train") == 2
+
+    def test_passes_over_a_call_whose_length_is_not_known(self, tmp_path, mesh_of):
+        def script(second):
+            run = Run(tmp_path, mesh_of(2))
+            run.fit(Loader(), epochs=1)
+            return run.fit(arrays(), steps=second)
+
+        assert len(script(2).ids) == 7
+        assert len(script(4).ids) == 2
 
     def test_with_other_data_is_refused(self, tmp_path, mesh_of):
         Run(tmp_path, mesh_of(2)).fit(arrays(seed=1), steps=2)
@@ -307,6 +344,9 @@ class TestWhatIsSaved:
         assert script("min", 5) == [4, 5]
         assert script("min", 12) == [4, 12]  # known again after a restart
         assert script("max", 12) == [10, 12]
+        assert (
+            ls.Checkpointer(tmp_path / "max", best="valid/loss").best_step is not None
+        )
 
     def test_not_after_a_failure_but_what_was_saved_before_stays(
         self, tmp_path, mesh_of
@@ -332,7 +372,9 @@ class TestWhatIsSaved:
                 (tmp_path / "run").touch()
 
         run.trainer.callbacks += (spoil,)
-        with pytest.raises(RuntimeError, match=r"step 4 could not .*/run cannot be made"):
+        with pytest.raises(
+            RuntimeError, match=r"step 4 could not .*/run cannot be made"
+        ):
             run.fit(arrays(), steps=6)
         assert run.trainer.step == 4
         assert (tmp_path / "moved" / "2" / "_CHECKPOINT_METADATA").is_file()
@@ -341,6 +383,35 @@ class TestWhatIsSaved:
         monkeypatch.chdir(tmp_path)
         ls.Trainer(lambda s, x: (s + 1, {})).fit(0.0, [np.ones(8)] * 3)
         assert list(tmp_path.iterdir()) == []
+
+
+class TestPackedAndShardedStates:
+    """A step may keep the state in another form; what is saved is what its user sees."""
+
+    @pytest.mark.parametrize("options", [{}, {"optimizer_sharding": "data"}])
+    def test_go_on_on_other_devices(self, tmp_path, mesh_of, options):
+        def loss(params, batch):
+            return sum((batch["x"] @ p["w"] + p["b"]) ** 2 for p in params)
+
+        def script(name, devices, steps):
+            step = ls.make_train_step(
+                loss, OPTIMIZER, axis_name="data", ema=0.9, **options
+            )
+            trainer = ls.Trainer(
+                step,
+                mesh=mesh_of(devices),
+                max_compiles=1,
+                checkpoints=ls.Checkpointer(tmp_path / name),
+            )
+            params = [
+                {"w": jnp.full(3, 0.1 * i), "b": jnp.zeros(())} for i in range(12)
+            ]
+            return trainer.fit(step.init(params), arrays(), steps=steps)
+
+        straight = script("a", 8, 6)
+        for devices, steps in ((8, 2), (2, 4), (8, 6)):
+            state = script("b", devices, steps)
+        assert_same(jax.device_get(state), jax.device_get(straight))
 
 
 class TestOtherDevices:
@@ -360,10 +431,9 @@ class TestOtherDevices:
     def test_say_the_plan(self, tmp_path, mesh_of, said):
         Run(tmp_path, mesh_of(8)).fit(arrays(), steps=3)
         Run(tmp_path, mesh_of(2)).fit(arrays(), steps=10)
-        assert "saved on 8 devices" in said()
+        assert "saved as global 8 = 8 devices x 1 row; from here on" in said()
         assert (
-            "global 8 = 2 devices x 4 rows (was global 8 = 8 devices x 1 row)"
-            in said()
+            "global 8 = 2 devices x 4 rows (was global 8 = 8 devices x 1 row)" in said()
         )
         assert "4 x 1 row a device (was 1 x 1)" in said()
         assert "7 of 10" in said()

@@ -1,12 +1,12 @@
 """`Checkpointer`: what of a run is kept, how often, and how it comes back."""
 
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lockstep import placement, tree
+from lockstep.checkpoint.keeping import Keeping
 from lockstep.checkpoint.leaves import arrays_of, describe
 from lockstep.checkpoint.plan import KEEP, check_policy
 from lockstep.checkpoint.restore import restore
@@ -64,11 +64,10 @@ class Checkpointer:
         if policy is not None:
             check_policy(policy)
         self.directory = Path(directory).absolute()
-        self.every, self.keep = every, keep
-        self.best, self.best_is = best, best_is
+        self.every = every
         self.strict, self.policy = strict, policy
         self._store = Store(self.directory)
-        self._results: dict[int, float] = {}
+        self._keeping = Keeping(self._store, keep, best, best_is)
 
     def __repr__(self) -> str:
         return f"Checkpointer({str(self.directory)!r}, every={self.every})"
@@ -82,6 +81,11 @@ class Checkpointer:
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint."""
         return max(self.steps, default=None)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the checkpoint with the best result; `None` without any."""
+        return self._keeping.best_step
 
     def save(self, step: int, state: Any, *, stacked: bool = False) -> None:
         """Begin to save a state; returns when its memory may be donated.
@@ -125,10 +129,10 @@ class Checkpointer:
             )
         if step is None:
             found = self.newest(state)
-            assert found is not None
-            return found[1]
+            return state if found is None else found[1]
         try:
-            return restore(self._store, step, self._store.read_run(step), state)
+            saved = Saved.from_json(self._store.read_run(step))
+            return restore(self._store, saved, state)
         except Damaged as damage:
             raise RuntimeError(
                 f"{self._store.path(step)} cannot be read: {damage}"
@@ -141,7 +145,7 @@ class Checkpointer:
             RuntimeError: it failed; names step and folder.
         """
         self._store.wait()
-        self._remove_old()
+        self._keeping.remove_old()
 
     # What the Trainer uses:
 
@@ -160,82 +164,65 @@ class Checkpointer:
         """Raise the error of a save that has failed, without waiting for one."""
         self._store.check()
 
+    def take_over(self) -> bool:
+        """Delete what killed processes left; whether there is a checkpoint."""
+        self._store.clean()
+        return bool(all_steps(self.directory))
+
     def newest(
-        self, state: Any, check: Callable[[Saved, Path], None] | None = None
+        self,
+        state: Any,
+        *,
+        check: Callable[[Saved, Path], None] | None = None,
+        owned: bool = False,
     ) -> tuple[Saved, Any] | None:
         """The newest checkpoint that can be read, and its state; `None` without any.
 
-        Damaged ones are set aside with a notice. `check` may refuse what was found.
+        Args:
+            state: arrays or their descriptions.
+            check: may refuse what was found.
+            owned: whether this run writes here; damaged ones are then set aside.
 
         Raises:
             RuntimeError: there are checkpoints, and none can be read.
         """
-        self._store.clean()
-        damages = []
+        damaged: dict[int, Damaged] = {}
         for step in reversed(all_steps(self.directory)):
-            path = self._store.path(step)
             try:
-                run = self._store.read_run(step)
-                saved = Saved.from_json(run)
+                saved = Saved.from_json(self._store.read_run(step))
                 if check is not None:
-                    check(saved, path)
-                restored = restore(self._store, step, run, state)
-            except (Damaged, KeyError) as damage:
-                damages.append(self._give_up(step, damage))
+                    check(saved, self._store.path(step))
+                restored = restore(self._store, saved, state)
+            except Damaged as damage:
+                damaged[step] = damage
                 continue
+            for step, damage in damaged.items():
+                self._pass_over(step, damage, owned)
             return saved, restored
-        if damages:
+        if damaged:
             raise RuntimeError(
-                f"no checkpoint in {self.directory} can be read: {'; '.join(damages)}. "
-                "Use another directory to start anew"
+                f"no checkpoint in {self.directory} can be read; "
+                + "; ".join(f"step {step}: {why}" for step, why in damaged.items())
+                + ". Use another directory to start anew"
             )
         return None
 
     def improves(self, results: dict[str, float]) -> bool:
         """Whether `best` is among the results, and better than in all checkpoints."""
-        if self.best is None or self.best not in results:
-            return False
-        value, others = results[self.best], self._all_results().values()
-        if math.isnan(value):
-            return False
-        return not others or self._better([value, *others]) == value not in others
+        return self._keeping.improves(results)
 
-    def _better(self, values: Any) -> float:
-        return min(values) if self.best_is == "min" else max(values)
-
-    def _all_results(self) -> dict[int, float]:
-        """The value of `best` in each checkpoint that has one."""
-        steps = self.steps
-        for step in steps:
-            if step not in self._results and self.best is not None:
-                results = self._store.read_run(step).get("results", {})
-                self._results[step] = results.get(self.best, math.nan)
-        known = {step: self._results[step] for step in steps if step in self._results}
-        return {step: value for step, value in known.items() if not math.isnan(value)}
-
-    def _remove_old(self) -> None:
-        if self.keep is None:
-            return
-        kept = set(self.steps[-self.keep :])
-        if results := self._all_results():
-            best = self._better(results.values())
-            kept.add(next(step for step, value in results.items() if value == best))
-        for step in self.steps:
-            if step not in kept:
-                self._store.remove(step)
-
-    def _give_up(self, step: int, damage: Exception) -> str:
-        try:
-            where = f"it is set aside as {self._store.set_aside(step).name}"
-        except OSError as error:
-            where = f"it stays there ({error})"
+    def _pass_over(self, step: int, damage: Damaged, owned: bool) -> None:
+        """Say that a checkpoint is not used; free its name for the next save of it."""
+        where = "it stays there"
+        if owned:
+            try:
+                where = f"it is set aside as {self._store.set_aside(step).name}"
+            except OSError as error:
+                where = f"it stays there ({error})"
+        path = self._store.path(step)
         _log.warning(
-            "the checkpoint %s cannot be read (%s) and is passed over; %s",
-            self._store.path(step),
-            damage,
-            where,
+            "%s cannot be read (%s) and is passed over; %s", path, damage, where
         )
-        return f"step {step}: {damage}"
 
     def _make_directory(self, step: int) -> None:
         try:

@@ -52,12 +52,24 @@ class Leaf:
 def describe(state: Any) -> dict[str, Leaf]:
     """All leaves and all empty containers of a state, by path.
 
+    Raises:
+        ValueError: two leaves have the same path.
+
     Example:
         >>> describe({"w": jnp.zeros(3), "b": None})["state['b']"].form
         'NoneType'
     """
     flat = jax.tree_util.tree_flatten_with_path(state, is_leaf=_holds_nothing)[0]
-    return {_NAME + jax.tree_util.keystr(path): _describe(leaf) for path, leaf in flat}
+    found: dict[str, Leaf] = {}
+    for keys, leaf in flat:
+        path = _NAME + jax.tree_util.keystr(keys)
+        if path in found:
+            raise ValueError(
+                f"the state has two leaves {path}, and a checkpoint keeps leaves by "
+                "their path: give the class of that container other keys"
+            )
+        found[path] = _describe(leaf)
+    return found
 
 
 def arrays_of(state: Any) -> dict[str, Any]:

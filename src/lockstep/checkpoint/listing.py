@@ -51,7 +51,7 @@ def planned(
     path = store.path(steps[-1] if step is None else step)
     try:
         saved = Saved.from_json(store.read_run(int(path.name)))
-    except (Damaged, KeyError) as damage:
+    except Damaged as damage:
         raise NoCheckpoint(f"{path} cannot be read: {damage}") from damage
     if saved.plan is None:
         raise NoCheckpoint(
@@ -65,7 +65,7 @@ def _row(store: Store, step: int) -> tuple[str, ...]:
     missing = store.missing(step)
     try:
         saved = Saved.from_json(store.read_run(step))
-    except (Damaged, KeyError) as damage:
+    except Damaged as damage:
         why = f"{missing[0]} is missing" if missing else str(damage)
         return (str(step), size, "", "", "", f"damaged: {why}")
     when = datetime.datetime.fromtimestamp(saved.seconds)

@@ -1,5 +1,6 @@
 """A checkpoint into a state's own tree and layout: whole, or not at all."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,42 +14,37 @@ from lockstep.checkpoint.leaves import (
     differences,
     put_back,
 )
-from lockstep.checkpoint.store import Damaged, Store
+from lockstep.checkpoint.saved import Saved
+from lockstep.checkpoint.store import Store
 from lockstep.notices import say_once
 
 _SHOWN = 6
 
 
-def restore(store: Store, step: int, run: dict[str, Any], state: Any) -> Any:
+def restore(store: Store, saved: Saved, state: Any) -> Any:
     """The saved values in the tree of `state`, each where its leaf lies.
 
     Nothing of `state` is changed or freed.
 
     Args:
         store: where the checkpoint is.
-        step: which one.
-        run: what `store.read_run(step)` gave.
+        saved: what was saved beside the arrays.
         state: arrays, or descriptions of them, of the wanted layout.
 
     Raises:
         ValueError: the saved state does not fit; lists the leaves by path.
         Damaged: the checkpoint cannot be read.
     """
-    saved = {path: Leaf.from_json(fields) for path, fields in run["leaves"].items()}
-    wanted = describe(state)
-    height = _height(saved, wanted)
-    if height is None:
-        check_fits(saved, wanted, f"{store.path(step)}")
+    step, leaves, wanted = saved.step, saved.leaves, describe(state)
     places = arrays_of(state)
-    if set(places) != {path for path, leaf in saved.items() if _is_written(leaf)}:
-        raise Damaged("its list of leaves does not name its arrays")
-    if height is not None:
-        return put_back(state, _unstacked(store, step, saved, places), saved)
-    like = {path: _like(saved[path], place) for path, place in places.items()}
-    return put_back(state, store.read(step, like), saved)
+    if _are_stacked(leaves, wanted):
+        return put_back(state, _unstacked(store, step, leaves, places), leaves)
+    check_fits(leaves, wanted, store.path(step))
+    like = {path: _like(leaves[path], place) for path, place in places.items()}
+    return put_back(state, store.read(step, like), leaves)
 
 
-def check_fits(saved: dict[str, Leaf], wanted: dict[str, Leaf], where: str) -> None:
+def check_fits(saved: dict[str, Leaf], wanted: dict[str, Leaf], where: Path) -> None:
     """Raise a ValueError that lists what differs, by path."""
     found = differences(saved, wanted)
     if not found:
@@ -62,19 +58,17 @@ def check_fits(saved: dict[str, Leaf], wanted: dict[str, Leaf], where: str) -> N
     )
 
 
-def _height(saved: dict[str, Leaf], wanted: dict[str, Leaf]) -> int | None:
-    """How many copies are stacked in every saved leaf, where that is the difference."""
+def _are_stacked(saved: dict[str, Leaf], wanted: dict[str, Leaf]) -> bool:
+    """Whether all that differs is that every saved leaf is a stack of copies."""
     if saved.keys() != wanted.keys():
-        return None
-    heights = set()
-    for path, leaf in saved.items():
-        shape = wanted[path].shape
-        if leaf.shape is None or shape is None:
-            continue
-        if leaf.shape[1:] != shape or len(leaf.shape) != len(shape) + 1:
-            return None
-        heights.add(leaf.shape[0])
-    return heights.pop() if len(heights) == 1 else None
+        return False
+    shapes = [(saved[path].shape, wanted[path].shape) for path in saved]
+    heights = {
+        old[:1] if old[1:] == new and len(old) > len(new) else None
+        for old, new in shapes
+        if old is not None and new is not None
+    }
+    return len(heights) == 1 and None not in heights
 
 
 def _unstacked(
@@ -107,10 +101,6 @@ def _placed(row: np.ndarray, place: Any) -> Any:
 
 def _is_on_devices(place: Any) -> bool:
     return isinstance(place, (jax.Array, jax.ShapeDtypeStruct))
-
-
-def _is_written(leaf: Leaf) -> bool:
-    return leaf.shape is not None and 0 not in leaf.shape
 
 
 def _like(saved: Leaf, place: Any) -> Any:

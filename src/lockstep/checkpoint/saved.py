@@ -10,6 +10,7 @@ import numpy as np
 
 from lockstep.checkpoint.leaves import Leaf
 from lockstep.checkpoint.plan import Plan
+from lockstep.checkpoint.store import Damaged
 
 _PACKAGES = {"lockstep": "lockstep-jax", "jax": "jax", "jaxlib": "jaxlib"}
 
@@ -69,12 +70,19 @@ class Saved:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Saved":
-        """The inverse of `to_json`; fields of later versions are left out."""
+        """The inverse of `to_json`; fields of later versions are left out.
+
+        Raises:
+            Damaged: a field is missing or of another kind.
+        """
         known = {f.name for f in dataclasses.fields(cls)}
         values = {name: value for name, value in fields.items() if name in known}
-        leaves = {path: Leaf.from_json(leaf) for path, leaf in fields["leaves"].items()}
-        plan = Plan(**fields["plan"]) if fields.get("plan") else None
-        return cls(**values | {"leaves": leaves, "plan": plan})
+        try:
+            leaves = {p: Leaf.from_json(leaf) for p, leaf in fields["leaves"].items()}
+            plan = Plan(**fields["plan"]) if fields.get("plan") else None
+            return cls(**values | {"leaves": leaves, "plan": plan})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise Damaged(f"run/metadata: {error!r}") from error
 
 
 def key_words(key: jax.Array | None) -> dict[str, Any] | None:
@@ -92,21 +100,26 @@ def key_words(key: jax.Array | None) -> dict[str, Any] | None:
     return {"impl": impl, "words": np.asarray(words).tolist()}
 
 
-def check_key(saved: Saved, key: jax.Array | None, where: Any) -> None:
+def check_same_key(
+    saved: dict[str, Any] | None, now: dict[str, Any] | None, where: Any
+) -> None:
     """Refuse to go on with other random numbers than the run began with.
 
+    Args:
+        saved: the words of the key that the run began with.
+        now: those of the key that it is given.
+        where: the checkpoint.
+
     Raises:
-        ValueError: the Trainer's key is another one.
+        ValueError: they differ.
     """
-    mine = key_words(key)
-    if mine == saved.key:
-        return
-    was = "no key" if saved.key is None else f"the key {saved.key['words']}"
-    now = "none" if mine is None else f"{mine['words']}"
-    if mine and saved.key and mine["impl"] != saved.key["impl"]:
-        was, now = f"{was} ({saved.key['impl']})", f"{now} ({mine['impl']})"
-    raise ValueError(
-        f"the run in {where} was started with {was}, and the Trainer has {now}: its "
-        "random numbers would not be those of the run. Give Trainer(key=...) the same "
-        "key, or use another directory for a new run"
-    )
+    if saved != now:
+        raise ValueError(
+            f"the run in {where} was started with {_key_name(saved)}, and now has "
+            f"{_key_name(now)}: its random numbers would not be those of the run. Give "
+            "the same key=, or use another directory for a new run"
+        )
+
+
+def _key_name(key: dict[str, Any] | None) -> str:
+    return "no key" if key is None else f"the key {key['words']} ({key['impl']})"

@@ -59,17 +59,17 @@ class Feed:
 
     def __iter__(self) -> Generator[tuple[int, list[Any]], None, None]:
         """Groups of batches with the number of their epoch, from 1."""
-        while self.done != self._steps:
+        while not self.is_complete:
             with self._one_pass() as placed:
                 self._current = iter(placed)
                 self._find_start()
                 while group := self._next_group():
                     yield self._epoch, group
-                if self.done == self._steps:
+                if self.is_complete:
                     return
             is_empty = self._in_epoch == 0
-            if self._epoch == self._epochs or self._once or is_empty:
-                self._epochs_done = self._epoch - is_empty
+            self._epochs_done = self._epoch - is_empty
+            if self._epochs_done == self._epochs or self._once or is_empty:
                 return
             self._epoch, self._in_epoch = self._epoch + 1, 0
 
@@ -82,7 +82,8 @@ class Feed:
     @property
     def is_complete(self) -> bool:
         """Whether it is known that no batch is left."""
-        return self.done == self.total
+        steps_done = self._steps is not None and self.done >= self._steps
+        return steps_done or (self._epochs is not None and self._epoch > self._epochs)
 
     def position(self) -> dict[str, Any]:
         """Where the batches stand after the last group given out; values for JSON."""
@@ -106,7 +107,7 @@ class Feed:
 
     def skip(self) -> None:
         """Give out nothing: an earlier run has used all batches, and more."""
-        self._steps = self.done = self.total or 0
+        self._steps = self.done = self.total or 1
 
     def check_complete(self) -> None:
         """Report batches that ended before the run did.
@@ -128,7 +129,7 @@ class Feed:
                 f"batches ({self.kind}) held no batch{used}: nothing was trained"
             )
         wanted = f"steps={self._steps}" if self._steps else f"epochs={self._epochs}"
-        if self.done != self._steps and self._epochs_done != self._epochs:
+        if not self.is_complete and self._epochs_done != self._epochs:
             raise RuntimeError(
                 f"batches ({self.kind}) ended after {self.done} steps, before {wanted}"
                 ", and cannot start again: give a list, a loader or data.batches(...), "

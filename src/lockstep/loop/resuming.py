@@ -9,8 +9,9 @@ import jax
 
 from lockstep.checkpoint import Checkpointer
 from lockstep.checkpoint.plan import KEEP, Plan, replan
-from lockstep.checkpoint.saved import Saved, check_key, key_words
+from lockstep.checkpoint.saved import Saved, check_same_key, key_words
 from lockstep.loop.feed import Feed
+from lockstep.step import TrainState
 from lockstep.step.conditions import changed, conditions
 
 _log = logging.getLogger("lockstep")
@@ -38,23 +39,26 @@ class Resuming:
 
         Args:
             trainer: its step is set.
-            state: a placed state, for its tree and its layout.
+            state: as the run was given it.
         """
-        self.fit = 0
-        described = jax.tree.map(_describe, state)
+        self.fit, self._saved = 0, None
+        if not self._checkpoints.take_over():
+            return trainer.parallel.place_state(state)
 
         def check(saved: Saved, path: Path) -> None:
-            check_key(saved, self._key, path)
+            check_same_key(saved.key, key_words(self._key), path)
             _check_conditions(saved, trainer.parallel.fn, path)
 
-        found = self._checkpoints.newest(described, check)
-        self._saved = None if found is None else found[0]
-        if found is None:
-            return state
-        trainer.step = found[0].step
-        path = self._checkpoints.directory / str(trainer.step)
+        # The placed state is dropped again: there need not be memory for two of them.
+        described = jax.tree.map(_describe, trainer.parallel.place_state(state))
+        found = self._checkpoints.newest(described, check=check, owned=True)
+        assert found is not None  # it raises where none can be read
+        self._saved, restored = found
+        path = self._checkpoints.directory / str(self._saved.step)
+        _check_state_key(restored, state, path)
+        trainer.step = self._saved.step
         _log.warning("the run goes on after step %s, from %s", trainer.step, path)
-        return trainer.parallel.place_state(found[1])
+        return trainer.parallel.place_state(restored)
 
     def batches(self, trainer: Any, feed: Feed) -> None:
         """Put the batches of the next call of `fit` where they stood."""
@@ -69,7 +73,7 @@ class Resuming:
         self.began = saved.began
         if saved.position is not None:
             feed.go_to(saved.position)
-        if feed.is_complete:
+        if feed.is_complete or feed.done == feed.total:
             _log.warning("all %s steps were done: nothing to train", feed.done)
         elif saved.plan is not None:
             policy = KEEP if saved.plan.fixed_shards else self._checkpoints.policy
@@ -107,14 +111,24 @@ def _rows_to_keep(old: Plan, now: Plan, policy: str) -> int:
         return old.rows
     if policy == KEEP and old.rows % now.devices:  # remainder="pad" may still run it
         _log.warning(
-            "saved on %s devices, and goes on on %s, with %s rows a batch as before",
-            *(old.devices, now.devices, old.rows),
+            "saved as %s; from here on %s devices, with as many rows", old, now.devices
         )
         return old.rows
     old = dataclasses.replace(old, step=now.step, total=now.total)
     change = replan(old, now.devices, policy)
-    _log.warning("saved on %s devices:\n%s", old.devices, change.describe())
+    _log.warning("saved as %s; from here on\n%s", old, change.describe())
     return change.new.rows
+
+
+def _check_state_key(restored: Any, given: Any, path: Path) -> None:
+    """Refuse a `TrainState` with another base key than that of the run.
+
+    Raises:
+        ValueError: the keys differ.
+    """
+    if isinstance(given, TrainState):
+        before, now = key_words(restored.key), key_words(given.key)
+        check_same_key(before, now, path)
 
 
 def _conditions(step: Any, rows: int | None) -> dict[str, Any] | None:

@@ -21,8 +21,8 @@ class NotSaving:
     strict = False
 
     def begin(self, trainer: Any, state: Any, feed: Feed, *, fresh: bool) -> Any:
-        """The state as it is."""
-        return state
+        """The state that was given, on the devices."""
+        return trainer.parallel.place_state(state)
 
     def after(self, infos: list[Any]) -> None:
         """Nothing."""
@@ -48,7 +48,6 @@ class Saving:
     _trainer: Any
     _feed: Any
     _info: Any  # of the step that was finished last
-    _position: Any
 
     def __init__(self, checkpoints: Checkpointer, key: jax.Array | None) -> None:
         self.strict = checkpoints.strict
@@ -64,20 +63,22 @@ class Saving:
 
         Args:
             trainer: its step is set to that of the state.
-            state: the placed state that the run was given.
+            state: what the run was given.
             feed: the batches of this run, not yet read.
             fresh: whether the state is not the one that this Trainer has reached.
         """
         if fresh:
             state = self._resuming.state(trainer, state)
             self._last = trainer.step or None
+        else:
+            state = trainer.parallel.place_state(state)
         self._resuming.batches(trainer, feed)
         self._feed, self._trainer = feed, trainer
         return state
 
     def after(self, infos: list[Any]) -> None:
         """Save if it is time, after a call of one or several steps."""
-        self._info, self._position = infos[-1], self._feed.position()
+        self._info = infos[-1]
         self._checkpoints.check()
         due = any(step % self._checkpoints.every == 0 for step in self._info.call)
         if due or self._checkpoints.improves(self._info.results):
@@ -131,7 +132,7 @@ class Saving:
             error.add_note(f"then also: {failure}")
 
     def _save(self) -> None:
-        info, position = self._info, self._position
+        info, position = self._info, self._feed.position()
         facts = self._resuming.facts(self._trainer, self._feed)
         results = {name: float(value) for name, value in info.results.items()}
 
@@ -143,4 +144,4 @@ class Saving:
 
     def _forget(self) -> None:
         """Hold nothing of a run that has ended: its batches, its trainer, its state."""
-        self._trainer = self._feed = self._info = self._position = None
+        self._trainer = self._feed = self._info = None

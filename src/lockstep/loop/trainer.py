@@ -249,7 +249,6 @@ class Trainer:
         fresh = state is not self._state or state is None
         if fresh:
             self.step = 0
-        state = self.parallel.place_state(state)
         self._state = self._saving.begin(self, state, feed, fresh=fresh)
         began = self.step - feed.done
         self.total = None if feed.total is None else began + feed.total
