@@ -344,9 +344,9 @@ class TestWhatIsSaved:
         assert script("min", 5) == [4, 5]
         assert script("min", 12) == [4, 12]  # known again after a restart
         assert script("max", 12) == [10, 12]
-        assert (
-            ls.Checkpointer(tmp_path / "max", best="valid/loss").best_step is not None
-        )
+        known = ls.Checkpointer(tmp_path / "max", best="valid/loss", best_is="max")
+        assert known.best_step == 10
+        assert ls.Checkpointer(tmp_path / "max").best_step is None
 
     def test_not_after_a_failure_but_what_was_saved_before_stays(
         self, tmp_path, mesh_of
@@ -386,7 +386,7 @@ class TestWhatIsSaved:
 
 
 class TestPackedAndShardedStates:
-    """A step may keep the state in another form; what is saved is what its user sees."""
+    """A step may keep a state in another form; saved is what its user sees."""
 
     @pytest.mark.parametrize("options", [{}, {"optimizer_sharding": "data"}])
     def test_go_on_on_other_devices(self, tmp_path, mesh_of, options):
