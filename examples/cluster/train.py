@@ -26,15 +26,15 @@ def rows():
     """The same rows in every process; each reads its own share of them."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
-    y = x @ np.arange(WIDTH, dtype=np.float32) + rng.normal(size=ROWS)
+    y = x @ np.linspace(-1, 1, WIDTH) + 0.5 * rng.normal(size=ROWS)
     return {"x": x, "y": y.astype(np.float32)}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", default="run", help="folder that all processes see")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--save-every", type=int, default=200)
     options = parser.parse_args()
 
     step = ls.make_train_step(loss, optax.sgd(1e-2))
@@ -48,7 +48,7 @@ def main():
     batches = ls.data.batches(rows(), global_batch_size=64, seed=0)
     for info in trainer.steps(state, batches, steps=options.steps):
         if info.step % options.save_every == 0 and ls.is_main_process():
-            print(f"step {info.step}: loss {info.scalars()['loss']:.6f}", flush=True)
+            print(f"step {info.step}: loss {info.scalars()['loss']:.7f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,13 @@ python_package() {
 
 PATH=$PATH:/usr/sbin
 case $kind in
-slurm) has slurmctld && has slurmd && has srun && has munged ||
-    debian slurmctld slurmd slurm-client munge ;;
+slurm)
+    has slurmctld && has slurmd && has srun && has munged ||
+        debian slurmctld slurmd slurm-client munge
+    # Both virtual nodes are this machine, on the loopback address.
+    grep -q lockstep-n1 /etc/hosts ||
+        echo "127.0.0.1 lockstep-n1 lockstep-n2" | $as_root tee -a /etc/hosts >/dev/null
+    ;;
 mpirun) has mpirun || debian openmpi-bin ;;
 ray) python_package ray "ray>=2.50" ;;
 kubernetes) python_package kubernetes_validate "kubernetes-validate>=1.31" ;;
