@@ -8,6 +8,9 @@ from jax.core import Tracer
 
 from lockstep import notices
 
+identity = object.__hash__
+"""What `id` tells, which an audit hook makes slow once JAX is imported."""
+
 
 def each_its_own(
     leaves: list[Any],
@@ -25,13 +28,13 @@ def each_its_own(
         describe: gives the function's name and the paths of the leaves, for the
             message, which is said once.
     """
-    if not donated or len(set(map(id, leaves))) == len(leaves):
+    if not donated or len(set(map(identity, leaves))) == len(leaves):
         return leaves
     kept = set(range(len(leaves))) - set(donated)
-    first = {id(leaves[position]): position for position in kept}
+    first = {identity(leaves[position]): position for position in kept}
     own = list(leaves)
     for position in donated:
-        other = first.setdefault(id(leaf := leaves[position]), position)
+        other = first.setdefault(identity(leaf := leaves[position]), position)
         if other != position and _is_array(leaf):
             own[position] = leaf.copy()
             _tell(position, other, *describe(leaves))

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from lockstep.compat.mapping.donation import identity
 from lockstep.compat.mapping.leaves import MappedLeaves
 from lockstep.compat.mapping.program import Program, Records, is_traced
 from lockstep.compat.mapping.shards import is_float0
@@ -88,12 +89,13 @@ class SpanningProgram(Program):
 
 def _recall(leaf: Any) -> jax.Array | None:
     """The global array behind an array of this process, if there is one yet."""
-    reference, array = _behind.get(id(leaf), (None, None))
+    reference, array = _behind.get(identity(leaf), (None, None))
     return array if reference is not None and reference() is leaf else None
 
 
 def _remember(local: jax.Array, array: jax.Array) -> None:
-    _behind[id(local)] = weakref.ref(local, partial(_behind.pop, id(local))), array
+    key = identity(local)
+    _behind[key] = weakref.ref(local, partial(_behind.pop, key)), array
 
 
 def to_global(leaf: Any, want: NamedSharding) -> jax.Array:
