@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from lockstep import placement, tree
-from lockstep.debug.comparing.trials import Call, map_batches, microbatches
+from lockstep.debug.comparing.trials import Call, map_batches, parts_on_each
 from lockstep.parallel.parallel_step import ParallelStep
 
 _MASK_NAME = re.compile(r"mask|weight|valid|len|pad", re.IGNORECASE)
@@ -72,7 +72,7 @@ def equal_shards(step: ParallelStep, call: Call, devices: int) -> Call:
 
 def shards(step: ParallelStep, values: np.ndarray, devices: int) -> list[np.ndarray]:
     """Values `[B, ...]` as the devices get them; the last ones may be short."""
-    parts = microbatches(step)
+    parts = parts_on_each(step, devices)
     each = -(-len(values) // (devices * parts)) * parts
     return [values[i * each : (i + 1) * each] for i in range(devices)]
 

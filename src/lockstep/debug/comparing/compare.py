@@ -15,7 +15,7 @@ from lockstep.debug.comparing.trials import (
     Call,
     Trial,
     map_batches,
-    microbatches,
+    parts_on_each,
     read_call,
 )
 from lockstep.debug.comparing.verdicts import NOISE_FACTOR, Leaf, align, with_moments
@@ -181,7 +181,7 @@ def _whole_rows(step: ParallelStep, call: Call, devices: int) -> tuple[Call, lis
     if step.remainder != "drop" or not step.batch_argnums:
         return call, []
     rows = placement.count_rows(call.args[step.batch_argnums[0]])
-    kept = rows - rows % (devices * microbatches(step))
+    kept = rows - rows % (devices * parts_on_each(step, devices))
     if kept in (0, rows):
         return call, []
     cut = map_batches(step, call, lambda b: placement.take_rows(b, slice(kept)))

@@ -171,9 +171,10 @@ def map_batches(step: ParallelStep, call: Call, change: Callable[[Any], Any]) ->
     return call
 
 
-def microbatches(step: ParallelStep) -> int:
-    """By which number each device's rows must divide."""
-    return getattr(step.fn, "accumulate", 1)
+def parts_on_each(step: ParallelStep, devices: int) -> int:
+    """By which number each device's rows must divide: microbatches, fixed shards."""
+    made = isinstance(step.fn, TrainStep)
+    return step.fn.parts_on_each(devices) if made else 1
 
 
 def as_numbers(leaf: Any) -> np.ndarray:
