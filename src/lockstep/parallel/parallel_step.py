@@ -25,6 +25,7 @@ from lockstep.parallel.last_call import LastCall
 from lockstep.parallel.options import Options
 from lockstep.parallel.padding import PaddingCheck
 from lockstep.parallel.run_ahead import RunAhead
+from lockstep.parallel.scalars import Scalars
 from lockstep.parallel.static_leaves import unwrap, wrap
 from lockstep.parallel.views import DeviceView, global_view
 from lockstep.replicas import check_replicas
@@ -79,6 +80,7 @@ class ParallelStep:
         self._carrier = Carrier(options)
         self._across = Across(self.mesh)
         self._rows_check = RowsCheck(options)
+        self._scalars = Scalars()
         self._placer = Placer(
             self.mesh,
             self.axis_name,
@@ -260,8 +262,7 @@ class ParallelStep:
                 f"{self.batch_argnums} names the batch among them: give the batch, or "
                 "set batch_argnums (0 for a function of the batch alone, () for none)"
             )
-        place = self._placer.other
-        keywords = {name: place(value, name) for name, value in kwargs.items()}
+        keywords = {name: self._other(value, name) for name, value in kwargs.items()}
         return (*(self._place_one(i, arg) for i, arg in enumerate(args)), keywords)
 
     def _place_one(self, i: int, argument: Any) -> Any:
@@ -269,7 +270,7 @@ class ParallelStep:
         if i == self._options.state_argnum:
             return self.place_state(argument)
         if i not in self.batch_argnums:
-            return self._placer.other(argument, name)
+            return self._other(argument, name)
         placed = self._placer.batch(argument, name)
         if placed is None:
             raise ValueError(
@@ -278,6 +279,9 @@ class ParallelStep:
                 "skip this batch, or use remainder='pad'"
             )
         return placed
+
+    def _other(self, argument: Any, name: str) -> Any:
+        return self._placer.other(self._scalars.alike(argument, name), name)
 
     def _off_real_rows(self, placed: tuple[Any, ...], padded: Any) -> str | None:
         """What in the outputs is not as from the real rows alone, on one device."""
