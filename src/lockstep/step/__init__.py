@@ -3,7 +3,8 @@
 `make` reads the options, `train_step` is the step. What flows through it: `rows` opens
 a batch, `loss` calls the user's function, `outcome` reads the result into sums,
 `accumulate` adds up microbatches, `gradients` averages and clips. Around it:
-`train_state`, `model_state` (BatchNorm in the device view), `scaling` (float16).
+`train_state`, `model_state` (BatchNorm in the device view), `scaling` (float16),
+`fixed_shards` (the same bits on every device count) and the `conditions` for that.
 """
 
 from lockstep.step.make import make_train_step
