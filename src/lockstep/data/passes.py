@@ -17,7 +17,7 @@ from lockstep import tree
 from lockstep.distributed import session
 from lockstep.notices import say_once
 from lockstep.placement import Layout, Unplaced, agree_on_rows
-from lockstep.row_shares import Ended, Shares
+from lockstep.row_shares import Ended, Shares, shards_of
 
 NOTHING = object()
 _GOES_ON = ("pad", "unsplit")  # a batch without a row is exact
@@ -55,6 +55,8 @@ class SharedPass(Pass):
         self._group = session.group_of(layout.mesh)
         self._channel = session.new_channel("pass", self._group)
         self._taken, self._last = 0, None
+        settings = session.current()
+        self._compares = settings is not None and settings.check_data
         self._is_over = False
 
     def next(self, source: Iterator[Any], cancelled: Callable[[], bool]) -> Any:
@@ -66,7 +68,7 @@ class SharedPass(Pass):
             note["ended"] = self._taken
             batch = Ended(self._last)
         else:
-            if self._taken == 0:
+            if self._taken == 0 and self._compares:
                 note["first"] = _digest(batch)
             self._last, self._taken = batch, self._taken + 1
         shares = agree_on_rows(
@@ -78,7 +80,8 @@ class SharedPass(Pass):
         )
         if shares is None or not self._goes_on(shares):
             return NOTHING
-        _report_equal_batches(shares)
+        if note.get("first"):
+            _compare_first_batches(shares, self._layout)
         return self.place(batch, shares=shares, ahead=True)
 
     def finish(self, placed: Any) -> Any:
@@ -125,23 +128,32 @@ class SharedPass(Pass):
         return False
 
 
-def _report_equal_batches(shares: Shares) -> None:
-    """Two processes that read the same rows count them twice."""
-    session_now = session.current()
-    if session_now is None or not session_now.check_data:
+def _compare_first_batches(shares: Shares, layout: Layout) -> None:
+    """Two processes read the same rows if they hold the same part, and only then.
+
+    Raises:
+        ValueError: they hold the same part of a batch, and read other rows.
+    """
+    first = [note.get("first") for note in shares.notes]
+    if None in first:
         return
-    seen: dict[str, int] = {}
-    for process, note in zip(shares.processes, shares.notes, strict=True):
-        first = note.get("first")
-        if first in seen:
-            say_once(
-                f"equal first batches {process}",
-                f"processes {seen[first]} and {process} have the same first batch: "
-                "each process must read rows of its own (by jax.process_index(), or "
-                "with data.batches, which does it), or they count twice",
-            )
-        elif first is not None:
-            seen[first] = process
+    parts = [shards_of(layout.mesh, layout.axis_name, p) for p in shares.processes]
+    for i, process in enumerate(shares.processes):
+        for j in range(i):
+            other, same = shares.processes[j], first[i] == first[j]
+            if parts[i] == parts[j] and not same:
+                raise ValueError(
+                    f"processes {other} and {process} hold the same part of a batch, "
+                    "on different devices, and their first batches differ: give both "
+                    "the same rows (data.batches does it)"
+                )
+            if parts[i] != parts[j] and same:
+                say_once(
+                    "equal first batches",
+                    f"processes {other} and {process} have the same first batch: each "
+                    "must read rows of its own (by jax.process_index(), or with "
+                    "data.batches, which does it), or they count twice",
+                )
 
 
 def _digest(batch: Any) -> str:

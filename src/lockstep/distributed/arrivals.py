@@ -85,8 +85,12 @@ def receive_all(
             guest.close()
         raise
     # The listener is closed by now: a guest that knocks again meets JAX.
-    for _, guest in arrived.values():
-        guest.send({"welcome": True})
+    welcome = [guest for _, guest in arrived.values()]
+    for guest in everybody:
+        if guest in welcome:
+            guest.send({"welcome": True})
+        else:
+            guest.close()
     return arrived
 
 
@@ -102,11 +106,13 @@ def join(address: Address, hello: Hello, timeout_s: float) -> Messages:
     try:  # process 0 decides when to give up; it may have started counting later
         answer = host.receive(timeout_s + 30)[0]
     except (EOFError, IndexError):
-        raise RuntimeError(
-            f"process 0 at {address} took the arrival of process {hello.process} and "
-            "then went away: it failed, or something else answers at this address"
-        ) from None
+        answer = {
+            "refused": f"process 0 at {address} took the arrival of process "
+            f"{hello.process} and then went away: it failed, or something else answers "
+            "at this address"
+        }
     if "refused" in answer:
+        host.close()
         raise RuntimeError(answer["refused"])
     return host
 

@@ -88,7 +88,7 @@ def _lockstep(environ: Mapping[str, str]) -> Launched | None:
         )
     local = "LOCKSTEP_LOCAL_COUNT" in environ
     return Launched(
-        "lockstep run" if own else "Kubernetes",
+        environ.get("LOCKSTEP_STARTED_BY", "lockstep run") if own else "Kubernetes",
         count,
         index,
         environ.get("LOCKSTEP_COORDINATOR"),

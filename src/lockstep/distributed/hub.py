@@ -98,6 +98,7 @@ class Hub:
             messages = member.line.receive()
         except EOFError:
             selector.unregister(member.line)
+            member.line.close()
             member.gone = True
             if not self._ended:
                 self._end(

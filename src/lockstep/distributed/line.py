@@ -153,6 +153,7 @@ class Line:
             try:
                 messages = self._messages.receive(self._tick_s)
             except EOFError:
+                self._messages.close()
                 if not self._all_done.is_set():
                     self._on_end({"text": _NO_HUB, "culprit": 0})
                 return

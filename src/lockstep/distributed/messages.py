@@ -55,6 +55,8 @@ class Messages:
             raise EOFError from None
 
     def _readable(self, timeout_s: float) -> bool:
+        if self.socket.fileno() < 0:  # closed on this side
+            raise EOFError
         waiting = select.poll()
         waiting.register(self.socket, select.POLLIN)
         return bool(waiting.poll(1000 * timeout_s))

@@ -8,7 +8,6 @@ other on the host, as long as it takes, and then run a tiny collective at once.
 import functools
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from lockstep.distributed.session import exchange, group_of
@@ -21,9 +20,10 @@ def meet(mesh: Mesh) -> None:
     if len(group) == 1:
         return
     exchange(None, group, what="the first use of the mesh")
-    axes = mesh.axis_names
-    for names in {axes, *((axis,) for axis in axes)}:  # each set of devices it uses
-        _sum(mesh, names)
+    _sum(mesh, mesh.axis_names)
+    if len(mesh.axis_names) > 1:  # a step may reduce along one of them
+        for axis in mesh.axis_names:
+            _sum(mesh, (axis,))
 
 
 def _sum(mesh: Mesh, names: tuple[str, ...]) -> None:
@@ -35,6 +35,4 @@ def _sum(mesh: Mesh, names: tuple[str, ...]) -> None:
             total, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False
         )
     )()
-    expected = np.prod([mesh.shape[name] for name in names])
-    if float(count) != expected:
-        raise RuntimeError(f"{expected} devices were connected and {count} answered")
+    count.block_until_ready()

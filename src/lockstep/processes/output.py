@@ -18,6 +18,8 @@ _NATIVE = re.compile(
     rb"|\s+[\w.]*Error code:|The full error message|.*RPC: /tensorflow"
 )
 _GREETING = b"[Gloo] Rank "  # once for each process and mesh, when all is well
+# What follows the line of a traceback that names the error.
+_AFTER = re.compile(rb"For simplicity, JAX has removed|-{20}$")
 
 
 class Output:
@@ -72,7 +74,7 @@ class Output:
                 if _NATIVE.match(line):
                     self._kept[index].append(line)
                     continue
-                if to is self._err and line.strip():
+                if to is self._err and line.strip() and not _AFTER.match(line):
                     self._last[index] = line.decode(errors="replace").strip()
                 self._show(index, line, to)
 
