@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import lockstep as ls
@@ -66,6 +67,37 @@ def a_bad_row_is_named_by_both():
     assert "nan made by `log`" in text
 
 
+def a_bad_row_is_named_in_the_device_view():
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.log(x * w).mean())(w)
+        return w - jax.lax.pmean(grad, "data"), jax.lax.pmean(loss, "data")
+
+    step = nan_guard(ls.per_device(step))
+    where = NamedSharding(ls.make_mesh(), PartitionSpec("data"))
+    rows = np.array([1, -2, 3, 4], np.float32)
+    x = jax.make_array_from_callback((4,), where, lambda i: rows[i])
+    text = raised(NonFiniteError, step, on_all_devices(np.float32(1)), x)
+    second = ls.make_mesh().devices.flat[1]
+    assert f"device {second.id} (process 0), batch row 1: makes it" in text, text
+    assert "nan made by `log`" in text
+
+
+def rows_that_meet_are_refused_by_both():
+    """Also where only one process has the rows that would show it."""
+
+    def largest(params, batch):
+        return (batch["x"] * params["w"]).max()
+
+    step = ls.make_train_step(largest, optax.sgd(0.1), axis_name="data")
+    where = NamedSharding(ls.make_mesh(), PartitionSpec("data"))
+    for rows in (np.arange(8), np.array([1, 2, 3, 4, 0, 0, 0, 0])):
+        rows = rows.astype(np.float32)
+        x = jax.make_array_from_callback((8,), where, lambda i, r=rows: r[i])
+        state = step.init({"w": np.float32(1)})
+        text = raised(ValueError, ls.per_device(step), state, {"x": x})
+        assert "the loss is no mean of independent rows" in text, text
+
+
 def one_process_alone_saves_it():
     saved = Path("run/nan_step_1/call.json")
     assert saved.exists() == (PROCESS == 0)
@@ -75,6 +107,8 @@ CHECKS = (
     equal_copies_pass,
     one_flipped_bit_is_found_by_both,
     a_bad_row_is_named_by_both,
+    a_bad_row_is_named_in_the_device_view,
+    rows_that_meet_are_refused_by_both,
     one_process_alone_saves_it,
 )
 

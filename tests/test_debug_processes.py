@@ -20,6 +20,8 @@ def both(tmp_path_factory):
         "equal_copies_pass",
         "one_flipped_bit_is_found_by_both",
         "a_bad_row_is_named_by_both",
+        "a_bad_row_is_named_in_the_device_view",
+        "rows_that_meet_are_refused_by_both",
         "one_process_alone_saves_it",
     ],
 )

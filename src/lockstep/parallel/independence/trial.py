@@ -6,6 +6,7 @@ every row, since a row's place may not matter.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from lockstep.step.outcome import evaluate_loss
 
 _MASK_NAME = re.compile(r"mask|weight|valid", re.IGNORECASE)
 _TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 5e-2
+_TURNS = 3
 
 
 class Trial:
@@ -48,14 +50,20 @@ class Trial:
         found: list[dict[str, tuple[float, float]]] = []
         try:
             with jax.default_matmul_precision("highest"):
-                for turn in (1, 2):  # a single disagreement may be an unlucky tie
+                for turn in range(_TURNS):
                     batch = self._other_rows(turn)
                     whole, parts = both(*self._other_parameters(turn), batch)
                     found.append(self._differing(whole, parts))
         except Exception:  # whatever a user's loss may raise out of its step
             return {}
-        first, second = found
-        return {name: pair for name, pair in first.items() if name in second}
+        # One disagreement may be a tie broken otherwise, one agreement an accident.
+        counts = Counter(name for turn in found for name in turn)
+        return {
+            name: pair
+            for turn in found
+            for name, pair in turn.items()
+            if counts[name] > 1
+        }
 
     def _means(self, parts: int, params: Any, model_state: Any, batch: Any) -> Any:
         """Loss and metrics of the rows in so many parts, each as `[parts + 1]`.
@@ -103,7 +111,7 @@ class Trial:
         def move(x: Any) -> Any:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 return x
-            steps = jnp.sin(jnp.arange(1, x.size + 1) * turn)
+            steps = jnp.sin(jnp.arange(1, x.size + 1) * (turn + 1))
             return (x + 0.1 * steps.reshape(x.shape)).astype(x.dtype)
 
         return jax.tree.map(move, params), model_state
@@ -113,7 +121,9 @@ class Trial:
 
         Rows that are all alike, or all count, would not show that they meet.
         """
-        factors = np.linspace(0.5, 2.0, self._rows)[:: 1 if turn == 1 else -1]
+        factors = np.random.default_rng(turn).uniform(0.5, 2.0, self._rows)
+        if turn == 0:
+            factors.sort()
 
         def change(path: Any, x: Any) -> Any:
             if tree.is_key(x) or not x.shape:
