@@ -15,7 +15,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 OLDEST := .venv311
 OLDEST_TESTS := import tree devices placement rng metrics varying parallel per_device \
-    step replicas loop callbacks data prefetching evaluation examples
+    step replicas loop callbacks data prefetching evaluation examples checkpoint \
+    preemption
 
 .PHONY: train test test-all test-cluster test-oldest lint format bench lock clean
 

@@ -379,6 +379,10 @@ class TestWhatIsSaved:
         assert run.trainer.step == 4
         assert (tmp_path / "moved" / "2" / "_CHECKPOINT_METADATA").is_file()
 
+    def test_a_path_is_no_checkpointer(self):
+        with pytest.raises(TypeError, match="'run' is a str: say .*Checkpointer"):
+            ls.Trainer(train_step, key=jax.random.key(0), checkpoints="run")
+
     def test_a_run_without_checkpoints_writes_nothing(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         ls.Trainer(lambda s, x: (s + 1, {})).fit(0.0, [np.ones(8)] * 3)
@@ -388,7 +392,10 @@ class TestWhatIsSaved:
 class TestPackedAndShardedStates:
     """A step may keep a state in another form; saved is what its user sees."""
 
-    @pytest.mark.parametrize("options", [{}, {"optimizer_sharding": "data"}])
+    @pytest.mark.parametrize(
+        "options",
+        [{}, pytest.param({"optimizer_sharding": "data"}, marks=pytest.mark.full)],
+    )
     def test_go_on_on_other_devices(self, tmp_path, mesh_of, options):
         def loss(params, batch):
             return sum((batch["x"] @ p["w"] + p["b"]) ** 2 for p in params)

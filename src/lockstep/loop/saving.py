@@ -15,6 +15,22 @@ from lockstep.preemption import Preempted, StopSignals
 _log = logging.getLogger("lockstep")
 
 
+def saving(checkpoints: Checkpointer | None, key: jax.Array | None) -> Any:
+    """What saves the runs of a Trainer with this base key, or nothing that does.
+
+    Raises:
+        TypeError: `checkpoints` is no `Checkpointer`.
+    """
+    if checkpoints is None:
+        return NotSaving()
+    if not isinstance(checkpoints, Checkpointer):
+        raise TypeError(
+            f"checkpoints={checkpoints!r} is a {type(checkpoints).__name__}: say "
+            "checkpoints=Checkpointer('run/checkpoints', every=1000)"
+        )
+    return Saving(checkpoints, key)
+
+
 class NotSaving:
     """What a Trainer without a `Checkpointer` has in place of `Saving`."""
 
@@ -55,6 +71,7 @@ class Saving:
         self._resuming = Resuming(checkpoints, key)
         self._last: int | None = None  # the step that is saved
         self._signals = StopSignals()
+        self._signal: str | None = None
         self._run = ExitStack()
         self._forget()
 
@@ -86,10 +103,12 @@ class Saving:
 
     def asked(self) -> bool:
         """Whether a signal asks the run to stop after this step."""
-        return self._signals.asked(self._info.step) is not None
+        self._signal = self._signals.asked(self._info.step)
+        return self._signal is not None
 
     def __enter__(self) -> "Saving":
         self._signals = self._run.enter_context(StopSignals())
+        self._signal = None
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -106,7 +125,7 @@ class Saving:
         if self._info is not None and self._info.step != self._last:
             self._save()
         self._checkpoints.wait()
-        signal = self._signals.asked(self._last or 0)
+        signal = self._signal or self._signals.asked(self._last or 0)
         if signal is not None:
             raise self._stopped(signal)
 

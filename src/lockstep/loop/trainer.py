@@ -14,7 +14,7 @@ from lockstep.loop import contract
 from lockstep.loop.batch_rows import rows_of
 from lockstep.loop.feed import Feed
 from lockstep.loop.running import Callback, Running, checked
-from lockstep.loop.saving import NotSaving, Saving
+from lockstep.loop.saving import saving
 from lockstep.loop.step_keys import StepKeys
 from lockstep.metrics import compute
 from lockstep.notices import say_once
@@ -150,7 +150,7 @@ class Trainer:
         key = contract.key_for(self.parallel.fn, key)
         self._keys = None if key is None else StepKeys(key, self.mesh)
         self.checkpoints = checkpoints
-        self._saving = Saving(checkpoints, key) if checkpoints else NotSaving()
+        self._saving = saving(checkpoints, key)
         self._clock = clock
         self._last_read = 0
         self._guarded = _check_guard(transfer_guard)
@@ -231,7 +231,7 @@ class Trainer:
 
     def _run(self, state: Any, feed: Feed) -> Generator[StepInfo, None, None]:
         """The loop."""
-        with self._saving as saving:
+        with self._saving as saves:
             self._begin(state, feed)
             with Running(self.callbacks) as callbacks, closing(iter(feed)) as batches:
                 callbacks.start(self, self._state)
@@ -239,9 +239,9 @@ class Trainer:
                     infos = self._advance(epoch, group)
                     with self._guard():
                         stop = callbacks(infos)
-                    saving.after(infos)
+                    saves.after(infos)
                     yield infos[-1]
-                    if stop or saving.asked():
+                    if stop or saves.asked():
                         return
             feed.check_complete()
 
