@@ -141,6 +141,15 @@ def test_a_mean_of_means_of_padded_rows():
     assert "the shards have 3, 3, 3 and 1 valid rows" in cause
 
 
+def test_the_greatest_gradient_of_all_devices():
+    def greatest(grads):
+        return lax.pmax(grads, "data")
+
+    cause = cause_of(make_step(average=greatest, optimizer=SGD))
+    assert cause.startswith("not averaged: lax.pmax at tests/test_causes.py:")
+    assert "grads = lax.pmean(grads, 'data')" in cause
+
+
 def test_a_mean_of_means_in_a_train_step():
     step = make_train_step(masked_loss, OPTIMIZER, axis_name="data", mask=None)
     cause = cause_of(step, step.init(make_params()), axis_name=None)

@@ -15,6 +15,8 @@ from lockstep.debug.comparing.factors import factor_of
 from lockstep.debug.comparing.trials import Body, Call
 from lockstep.debug.comparing.verdicts import Leaf
 from lockstep.parallel.parallel_step import ParallelStep
+from lockstep.source_lines import source_line
+from lockstep.varying import equations, is_collective
 
 # A running variance: `var`, `var_ema`, `running_var`, and not `variables`.
 _VARIANCE = re.compile(r"(?<![a-z])var(iance)?(?![a-z])", re.IGNORECASE)
@@ -120,6 +122,24 @@ def output_factor(evidence: Evidence) -> str | None:
     return None
 
 
+def greatest_not_mean(evidence: Evidence) -> str | None:
+    """A `pmax` or `pmin` where the gradients should be averaged."""
+    if evidence.bodies is None or not any(x.old is not None for x in evidence.wrong):
+        return None
+    body = evidence.bodies[1]
+    for eqn in equations(body.jaxpr):
+        name = eqn.primitive.name
+        large = any(var.aval.size > 1 for var in eqn.outvars)
+        if name in ("pmax", "pmin") and large and is_collective(eqn, body.axis):
+            line = source_line(eqn)
+            where = f" at {line}" if line else ""
+            return (
+                f"not averaged: lax.{name}{where} takes one device's value in each "
+                f"place: grads = lax.pmean(grads, {body.axis!r})"
+            )
+    return None
+
+
 def same_draws(evidence: Evidence) -> str | None:
     """Random numbers for the rows that are the same on all devices."""
     if evidence.bodies is None:
@@ -218,6 +238,7 @@ _CAUSES: tuple[Callable[[Evidence], str | None], ...] = (
     not_averaged,
     gradient_factor,
     output_factor,
+    greatest_not_mean,
     same_draws,
     clipped_early,
     batch_norm_scope,
