@@ -75,6 +75,7 @@ def test_no_module_hides_a_function_of_its_name():
         "data",
         "debug",
         "distributed",
+        "ray",
         "sharding",
         "writers",
     }

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         data,
         debug,
         distributed,
+        ray,
         sharding,
         writers,
     )
@@ -51,6 +52,7 @@ _NAMESPACES = (
     "data",
     "debug",
     "distributed",
+    "ray",
     "sharding",
     "writers",
 )
@@ -105,6 +107,7 @@ __all__ = [
     "per_device",
     "predict",
     "prefetch",
+    "ray",
     "replicate",
     "shard_batch",
     "sharding",

@@ -54,6 +54,10 @@ class Launch:
             self._process.stdout.close()
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def text(self) -> str:
         return "".join(self.lines)
 
@@ -86,7 +90,7 @@ def losses_in(text: str) -> dict[int, float]:
 
 
 def pid_of(process: int, text: str) -> int:
-    """The process id that the start-up table shows."""
-    found = re.search(rf"process {process}  \S+  pid (\d+)", text)
+    """The process id that the last start-up table shows."""
+    found = re.findall(rf"process {process}  \S+  pid (\d+)", text)
     assert found, text
-    return int(found.group(1))
+    return int(found[-1])
