@@ -1,5 +1,6 @@
 """Runs that stop and go on: the same batches, the same bits, on any devices."""
 
+import json
 import logging
 
 import grain
@@ -419,6 +420,45 @@ class TestPackedAndShardedStates:
         for devices, steps in ((8, 2), (2, 4), (8, 6)):
             state = script("b", devices, steps)
         assert_same(jax.device_get(state), jax.device_get(straight))
+
+
+class TestFixedShards:
+    """A run that promises bits checks what they depend on."""
+
+    def script(self, directory, mesh, steps, data=None, **options):
+        def loss(params, batch):
+            return (batch["x"] @ params["w"]) ** 2
+
+        step = ls.make_train_step(loss, OPTIMIZER, axis_name="data", fixed_shards=8)
+        checkpoints = ls.Checkpointer(directory, **options)
+        trainer = ls.Trainer(step, mesh=mesh, checkpoints=checkpoints)
+        return trainer.fit(step.init({"w": jnp.ones(3)}), data or arrays(), steps=steps)
+
+    def test_go_on_with_the_same_bits_under_the_same_conditions(
+        self, tmp_path, mesh_of
+    ):
+        straight = self.script(tmp_path / "a", mesh_of(8), 4)
+        self.script(tmp_path / "b", mesh_of(2), 2)
+        kept = self.script(tmp_path / "b", mesh_of(8), 4)
+        assert_bits(kept, straight)
+
+        run = tmp_path / "b" / "4" / "run" / "metadata"
+        saved = json.loads(run.read_text())
+        saved["conditions"]["xla_flags"] = "--xla_cpu_enable_fast_math=true"
+        run.write_text(json.dumps(saved))
+        with pytest.raises(
+            ValueError, match="xla_flags: --xla_cpu_enable_fast_math=true"
+        ):
+            self.script(tmp_path / "b", mesh_of(8), 5)
+
+    def test_keep_their_batch_under_every_policy(self, tmp_path, mesh_of):
+        self.script(tmp_path, mesh_of(8), 2)
+        other = arrays(global_batch_size=16)
+        for policy in ("linear-scaling", None):
+            with pytest.raises(
+                ValueError, match="batches of 8 rows, and these have 16"
+            ):
+                self.script(tmp_path, mesh_of(8), 4, other, policy=policy)
 
 
 class TestOtherDevices:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Checkpointer:
 
     Raises:
         ValueError: an option is out of range.
+        ImportError: Orbax is not installed.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -60,6 +62,10 @@ class Checkpointer:
         strict: bool = False,
         policy: str | None = KEEP,
     ) -> None:
+        if find_spec("orbax") is None:
+            raise ImportError(
+                "Checkpointer needs Orbax: pip install 'lockstep-jax[checkpoints]'"
+            )
         _check_options(directory, every, keep, best_is)
         if policy is not None:
             check_policy(policy)
