@@ -16,6 +16,7 @@ _NATIVE = re.compile(
     rb"|\s+@\s+0x|\s+@\s+\(nil\)|terminate called|  what\(\):|Fatal Python error"
     rb"|Current thread 0x|Extension modules:|Thread 0x|\*\*\* (SIG|Aborted)"
     rb"|\s+[\w.]*Error code:|The full error message|.*RPC: /tensorflow"
+    rb"|:UNKNOWN:|Additional GRPC error"
 )
 _GREETING = b"[Gloo] Rank "  # once for each process and mesh, when all is well
 # What follows the line of a traceback that names the error.
