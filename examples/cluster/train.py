@@ -9,7 +9,9 @@ import os
 
 import lockstep as ls
 
-ls.initialize()  # first: a process that was started as one of several joins the others
+# First: a process that was started as one of several joins the others. The machines of
+# a cluster do not start at the same time.
+ls.initialize(timeout_s=600)
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402

@@ -5,6 +5,8 @@
 All of Ray stays on the loopback address; see also the variables that test_ray.py sets.
 """
 
+# pyright: reportMissingImports=false
+
 import sys
 
 import ray

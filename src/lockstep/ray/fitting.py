@@ -95,8 +95,9 @@ def _outcome(attempt: Attempt, crew: Crew) -> Any:
     if attempt.stopped == "SIGINT":
         raise KeyboardInterrupt("all processes have saved, and ended")
     if attempt.saved:
-        signal = attempt.stopped or "a signal on a node"
-        raise Preempted(f"{signal}: all processes have saved, and ended")
+        message = f"{attempt.stopped or 'SIGTERM'}: all processes have saved, and ended"
+        _say(message)  # an exit code ends Python without a word
+        raise Preempted(message)
     data = crew.result()
     if data is None:
         return None
