@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 # Measured: docs/performance.md, "Packed leaves".
-SMALL_BYTES = 64 * 1024
+SMALL_BYTES = 16 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
