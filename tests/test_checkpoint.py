@@ -74,6 +74,8 @@ def every_kind():
         "float": jnp.arange(12.0).reshape(3, 4),
         "bfloat16": jnp.ones(3, jnp.bfloat16),
         "int8": jnp.int8(3),
+        "int4": jnp.arange(3, dtype=jnp.int4),
+        "float8": jnp.ones(3, jnp.float8_e4m3fn),
         "bool": jnp.array([True, False]),
         "complex": jnp.array([1j, 2.0]),
         "no rows": jnp.zeros((0, 3)),

@@ -349,6 +349,16 @@ class TestWhatIsSaved:
         assert known.best_step == 10
         assert ls.Checkpointer(tmp_path / "max").best_step is None
 
+    def test_a_best_that_is_never_found_is_said(self, tmp_path, mesh_of, said):
+        def evaluate(info):
+            info.results["valid/loss"] = 1.0
+
+        run = Run(tmp_path, mesh_of(2), callbacks=[evaluate], best="valid/los")
+        run.fit(arrays(), steps=2)
+        assert "best='valid/los' is not among the results of this run (valid/loss)" in (
+            said()
+        )
+
     def test_not_after_a_failure_but_what_was_saved_before_stays(
         self, tmp_path, mesh_of
     ):

@@ -36,7 +36,7 @@ class Checkpointer:
         strict: refuse batches whose position cannot be saved, instead of reading over
             those that were used.
         policy: what may change on another number of devices: `"keep-global-batch"` or
-            `"linear-scaling"`; see `lockstep plan`.
+            `"linear-scaling"`, see `lockstep plan`; `None` takes any batch.
 
     Raises:
         ValueError: an option is out of range.
@@ -69,7 +69,7 @@ class Checkpointer:
         _check_options(directory, every, keep, best_is)
         if policy is not None:
             check_policy(policy)
-        self.directory = Path(directory).absolute()
+        self.directory = Path(directory).expanduser().absolute()
         self.every = every
         self.strict, self.policy = strict, policy
         self._store = Store(self.directory)
@@ -169,6 +169,11 @@ class Checkpointer:
     def check(self) -> None:
         """Raise the error of a save that has failed, without waiting for one."""
         self._store.check()
+
+    def finish(self) -> None:
+        """Wait as at the end of a run; say if `best` was never found."""
+        self.wait()
+        self._keeping.report()
 
     def take_over(self) -> bool:
         """Delete what killed processes left; whether there is a checkpoint."""

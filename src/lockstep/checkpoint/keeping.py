@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 from lockstep.checkpoint.store import Damaged, Store
+from lockstep.notices import say_once
 
 
 class Keeping:
@@ -15,6 +16,7 @@ class Keeping:
         self._store, self._keep, self._name = store, keep, best
         self._better = min if best_is == "min" else max
         self._known: dict[int, float] = {}
+        self._names: set[str] = set()
 
     @property
     def best_step(self) -> int | None:
@@ -25,6 +27,7 @@ class Keeping:
 
     def improves(self, results: dict[str, float]) -> bool:
         """Whether the number is among the results, and the best so far."""
+        self._names.update(results)
         value = results.get(self._name or "", math.nan)
         others = self._results().values() if not math.isnan(value) else ()
         return value not in others and self._best([value, *others]) == value
@@ -37,6 +40,15 @@ class Keeping:
         for step in set(steps[: -self._keep]) - {self.best_step}:
             self._known.pop(step, None)
             self._store.remove(step)
+
+    def report(self) -> None:
+        """Say that the number by which the best is chosen was never there."""
+        if self._name is not None and self._names and self._name not in self._names:
+            say_once(
+                f"no result {self._name}",
+                f"best={self._name!r} is not among the results of this run "
+                f"({', '.join(sorted(self._names))}): no best checkpoint was kept",
+            )
 
     def _best(self, values: Iterable[float]) -> float:
         return self._better(values, default=math.nan)

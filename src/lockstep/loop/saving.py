@@ -124,7 +124,7 @@ class Saving:
     def _finish(self) -> None:
         if self._info is not None and self._info.step != self._last:
             self._save()
-        self._checkpoints.wait()
+        self._checkpoints.finish()
         signal = self._signal or self._signals.asked(self._last or 0)
         if signal is not None:
             raise self._stopped(signal)
