@@ -309,6 +309,21 @@ def test_a_source_without_a_position_has_none(mesh_of):
         iter(prefetch(numbered(2), mesh_of(2))).set_state({})
 
 
+def test_batches_can_be_left_out_before_the_first(mesh_of):
+    iterator = iter(prefetch(numbered(4), mesh_of(2)))
+    iterator.skip(2)
+    assert numbers(iterator) == [2, 3]
+    with pytest.raises(RuntimeError, match="skip after the first batch"):
+        iterator.skip(1)
+    with pytest.raises(ValueError, match="had read 5 batches, .* ends after 4"):
+        iter(prefetch(numbered(4), mesh_of(2))).skip(5)
+
+
+def test_a_source_says_whether_it_knows_its_place(mesh_of):
+    assert iter(prefetch(Counting(2), mesh_of(2))).knows_its_place
+    assert not iter(prefetch(numbered(2), mesh_of(2))).knows_its_place
+
+
 def test_a_limit_leaves_an_iterator_open_and_unread_beyond(mesh_of):
     source = iter(Source(9))
     mesh = mesh_of(2)
