@@ -276,6 +276,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=text):
             step(state, mlp_batches()[0])
 
+    def test_parameters_of_two_widths(self, float64):
+        params = {"w": jnp.ones(4, jnp.float64), "v": jnp.ones(4, jnp.float32)}
+        step = make(lambda params, batch: batch["x"] @ (params["w"] * params["v"]))
+        with pytest.raises(ValueError, match="trained in float32 and float64"):
+            train(2, step, params, mlp_batches()[:1])
+
     def test_rows_that_do_not_divide_in_plain_shard_map(self):
         step = make(square_rows)
         state = step.init(mlp_params())

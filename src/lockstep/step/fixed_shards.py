@@ -17,6 +17,7 @@ from jax.extend import core
 from lockstep import tree
 from lockstep.fixed_order import sealed, sum_devices, sum_parts
 from lockstep.placement import count_rows
+from lockstep.reduce import widen
 from lockstep.step import model_state as statistics
 from lockstep.step.accumulate import Objective, Sums, sum_gradients
 from lockstep.varying import named_axis_use
@@ -89,9 +90,16 @@ def sum_shards(
             holds their means.
 
     Raises:
-        ValueError: rows that do not divide, or a loss that looks at other shards.
+        ValueError: rows that do not divide, a loss that looks at other shards, or
+            parameters of 32 and of 64 bits.
     """
     params, model_state, batch, key = args
+    widths = sorted({str(widen(p).dtype) for p in jax.tree.leaves(params)})
+    if len(widths) > 1:  # seen on CPUs: AdamW's moments then differed in the last bit
+        raise ValueError(
+            f"fixed_shards promises bits for parameters of one width, and these are "
+            f"trained in {' and '.join(widths)}: cast them to one of the two"
+        )
     mine = shards_on_each(shards, lax.axis_size(axis_name))
     first = lax.axis_index(axis_name) * mine
     parts, join = _split(batch, mine)
@@ -117,14 +125,17 @@ def sum_shards(
     return Sums(grads, loss, metrics, new_state)
 
 
-def seal_update(state: Any, finish: Callable[[], Any]) -> Any:
-    """`finish()`, the new state and the metrics, as a computation of its own."""
-    _, metrics = jax.eval_shape(finish)
+def seal_update(finish: Callable[[Any, Sums], Any], state: Any, sums: Sums) -> Any:
+    """`finish(state, sums)`, the new state and the metrics, as its own computation.
 
-    def unmoved() -> Any:
+    All it needs are arguments, so that they come in one order on every device count.
+    """
+    _, metrics = jax.eval_shape(finish, state, sums)
+
+    def unmoved(state: Any, _: Sums) -> Any:
         return state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
 
-    return sealed(_alive(state.step), finish, unmoved)
+    return sealed(_alive(state.step), finish, unmoved, state, sums)
 
 
 def check_statistics(model_state: Any, differs: list[bool], policy: Any) -> None:

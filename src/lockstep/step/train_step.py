@@ -179,12 +179,14 @@ class TrainStep:
         devices = 1 if self.axis_name is None else axis_size(self.axis_name)
         rows = count_rows(batch) // self.parts_on_each(devices)
 
-        def finish() -> tuple[TrainState, dict[str, Any]]:
+        def finish(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, Any]]:
             weight = sums.loss.count / rows
             grads = average(sums.grads, weight, self._scale_of(state))
             return self._advance(state, self._shares.own(grads), sums)
 
-        return fixed.seal_update(state, finish) if self.fixed_shards else finish()
+        if self.fixed_shards:
+            return fixed.seal_update(finish, state, sums)
+        return finish(state, sums)
 
     def carry(self, state: TrainState, devices: int | None = None) -> TrainState:
         """The form in which the state goes from call to call: packed, or as it is.
