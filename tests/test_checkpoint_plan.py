@@ -74,7 +74,7 @@ class TestLinearScaling:
     def test_prints_what_becomes_of_rate_and_warm_up(self):
         text = replan(self.OLD, 8, "linear-scaling").describe(0.1, 50)
         assert "learning rate  x 2: 0.1 -> 0.2" in text
-        assert "50 -> 25 steps, the same rows" in text
+        assert "50 -> 25 steps, as many rows" in text
         assert "over 5 epochs (100 steps)" in text
         assert "steps left     200 of 300" in text
 

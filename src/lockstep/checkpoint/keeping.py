@@ -66,8 +66,7 @@ class Keeping:
 
     def _read(self, step: int) -> float:
         try:
-            return (
-                self._store.read_run(step).get("results", {}).get(self._name, math.nan)
-            )
+            results = self._store.read_run(step).get("results", {})
         except Damaged:
             return math.nan
+        return results.get(self._name, math.nan)

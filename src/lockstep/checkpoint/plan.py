@@ -89,9 +89,7 @@ class Change:
 
     def _steps_left(self) -> str:
         if self.new.total is None:
-            return (
-                "not known: the run said neither steps= nor had batches with a length"
-            )
+            return "not known: there was no steps=, and the batches have no length"
         left = self.new.total - self.new.step
         return f"{left:,} of {self.new.total:,}"
 
@@ -104,25 +102,16 @@ class Change:
     def _warmup(self, steps: int | None) -> str:
         if self.scale == 1:
             return "unchanged" if steps is None else f"{steps:,} steps, unchanged"
-        same_rows = (
-            ""
-            if steps is None
-            else (
-                f"{steps:,} -> {math.ceil(steps / self.scale):,} steps, the same rows"
-            )
-        )
+        text = f"the same rows, so {'fewer' if self.scale > 1 else 'more'} steps"
+        if steps is not None:
+            text = f"{steps:,} -> {math.ceil(steps / self.scale):,} steps, as many rows"
         if self.scale < 1:
-            return same_rows or "the same rows, so more steps"
-        rows = self.new.epoch_rows
-        again = (
-            ""
-            if rows is None
-            else (f" ({math.ceil(_WARMUP_EPOCHS * rows / self.new.rows):,} steps)")
-        )
-        return (
-            f"{same_rows or 'the same rows, so fewer steps'}; if it is over, raise "
-            f"the rate to its new value over {_WARMUP_EPOCHS} epochs{again}"
-        )
+            return text
+        again = f"{_WARMUP_EPOCHS} epochs"
+        if self.new.epoch_rows is not None:
+            rows = _WARMUP_EPOCHS * self.new.epoch_rows
+            again += f" ({math.ceil(rows / self.new.rows):,} steps)"
+        return f"{text}; if it is over, raise the rate to its new value over {again}"
 
 
 def replan(old: Plan, devices: int, policy: str = KEEP) -> Change:
