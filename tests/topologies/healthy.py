@@ -145,6 +145,24 @@ def equal_first_batches_are_reported():
     assert "processes 0 and 1 have the same first batch" in said, said
 
 
+def batches_are_agreed_on_once():
+    data = ls.data.batches(np.arange(70.0), global_batch_size=16)
+    with pytest.MonkeyPatch.context() as patch:
+        calls, exchange = [], session.exchange
+        patch.setattr(
+            session, "exchange", lambda *a, **k: calls.append(k) or exchange(*a, **k)
+        )
+        placed = list(ls.prefetch(data, MESH, remainder="pad"))
+    assert len(placed) == 5 and len(calls) == 1
+    assert sum(float(batch.mask.sum()) for batch in placed) == 70
+
+
+def other_orders_of_the_rows_are_named():
+    data = ls.data.batches(np.arange(64.0), global_batch_size=16, seed=ME == 1)
+    with pytest.raises(ValueError, match="data.batches differs .* process 1 has"):
+        list(ls.prefetch(data, MESH))
+
+
 def a_loop_that_is_left_leaves_nothing():
     for stop in (1, 3):
         for i, _ in enumerate(ls.prefetch([np.ones(LOCAL) * ME] * 9, MESH), 1):
@@ -221,6 +239,8 @@ CHECKS = (
     fewer_batches_are_filled_up_exactly,
     no_batch_at_all_is_named,
     equal_first_batches_are_reported,
+    batches_are_agreed_on_once,
+    other_orders_of_the_rows_are_named,
     a_loop_that_is_left_leaves_nothing,
     other_host_numbers_are_named,
     another_program_is_named,

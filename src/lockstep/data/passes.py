@@ -15,6 +15,7 @@ import numpy as np
 
 from lockstep import tree
 from lockstep.distributed import session
+from lockstep.distributed.agreement import odd_one
 from lockstep.notices import say_once
 from lockstep.placement import Layout, Unplaced, agree_on_rows
 from lockstep.row_shares import Ended, Shares, shards_of
@@ -55,12 +56,19 @@ class SharedPass(Pass):
         self._group = session.group_of(layout.mesh)
         self._channel = session.new_channel("pass", self._group)
         self._taken, self._last = 0, None
+        self._is_planned = False
         settings = session.current()
         self._compares = settings is not None and settings.check_data
         self._is_over = False
 
     def next(self, source: Iterator[Any], cancelled: Callable[[], bool]) -> Any:
         """As for one process; a process without a batch fills up or ends the pass."""
+        if self._is_planned:
+            batch = next(source, NOTHING)
+            if batch is NOTHING:
+                return NOTHING
+            shares = self._planned_shares(source)
+            return self.place(batch, shares=shares, ahead=True)
         batch = NOTHING if self._is_over else next(source, NOTHING)
         note: dict[str, Any] = {}
         if batch is NOTHING:
@@ -68,8 +76,8 @@ class SharedPass(Pass):
             note["ended"] = self._taken
             batch = Ended(self._last)
         else:
-            if self._taken == 0 and self._compares:
-                note["first"] = _digest(batch)
+            if self._taken == 0:
+                note = self._about_first(source, batch)
             self._last, self._taken = batch, self._taken + 1
         shares = agree_on_rows(
             batch,
@@ -80,8 +88,9 @@ class SharedPass(Pass):
         )
         if shares is None or not self._goes_on(shares):
             return NOTHING
-        if note.get("first"):
+        if self._taken == 1:
             _compare_first_batches(shares, self._layout)
+            self._is_planned = self._have_one_course(shares, source)
         return self.place(batch, shares=shares, ahead=True)
 
     def finish(self, placed: Any) -> Any:
@@ -93,6 +102,43 @@ class SharedPass(Pass):
     def leave(self) -> None:
         """Let the others know, who may wait for this process's next rows."""
         session.line().leave(self._channel, self._group)
+
+    def _about_first(self, source: Iterator[Any], batch: Any) -> dict[str, Any]:
+        note = {"first": _digest(batch)} if self._compares else {}
+        if hasattr(source, "course"):
+            note["course"] = source.course()  # pyright: ignore
+        return note
+
+    def _have_one_course(self, shares: Shares, source: Iterator[Any]) -> bool:
+        """Whether all processes read parts of the same batches, to the end.
+
+        Raises:
+            ValueError: they have `data.batches` of other rows or in another order.
+        """
+        courses = [note.get("course") for note in shares.notes]
+        if None in courses:
+            return False
+        odd, usual = odd_one(courses)
+        if odd is not None:
+            a, b = ((shares.processes[i], courses[i]) for i in (odd, usual))
+            raise ValueError(
+                f"data.batches differs between the processes: process {a[0]} has "
+                f"{a[1]}, process {b[0]} has {b[1]}. It gives each process its part of "
+                "the same global batches: give it the same data, sizes and seed "
+                "everywhere"
+            )
+        return self._planned_shares(source).counts == shares.counts
+
+    def _planned_shares(self, source: Any) -> Shares:
+        """What `BatchPlan.local` gives to each process."""
+        layout, rows = self._layout, source.last_rows
+        total = layout.mesh.shape[layout.axis_name]
+        held = [shards_of(layout.mesh, layout.axis_name, p) for p in self._group]
+        counts = (
+            rows * (shards[-1] + 1) // total - rows * shards[0] // total
+            for shards in held
+        )
+        return Shares(self._group, tuple(counts), len(held[0]), total)
 
     def _goes_on(self, shares: Shares) -> bool:
         """Whether there is another batch for all.

@@ -153,6 +153,7 @@ class BatchIterator(Iterator[Any]):
         self._end = epoch + data.epochs
         self._epoch, self._row = epoch, 0
         self._reader: Any = None
+        self.last_rows = 0  # of all processes, in the batch given out last
 
     def __next__(self) -> Any:
         while not self._data.starts(self._row):
@@ -163,8 +164,17 @@ class BatchIterator(Iterator[Any]):
         if self._reader is None:
             self._reader = self._data.reader(self._epoch, self._row)
         batch = next(self._reader)
-        self._row = min(self._row + self._data.plan.global_rows, self._data.rows)
+        row = min(self._row + self._data.plan.global_rows, self._data.rows)
+        self.last_rows, self._row = row - self._row, row
         return batch
+
+    def course(self) -> list[Any]:
+        """What decides all further batches; for JSON.
+
+        Processes with the same course read parts of the same global batches, and need
+        not ask each other how many rows the next one has.
+        """
+        return [repr(self._data), self.get_state(), f"until epoch {self._end}"]
 
     def close(self) -> None:
         """Stop Grain's threads; a further `next` would go on from the position."""
