@@ -69,8 +69,9 @@ class TestAttempt:
         assert "at 0x12" in capsys.readouterr().err
 
     def test_ends_the_others_after_a_failure(self, impatient):
-        crew = Crew(3, [(1, ended(LOST, "gone"))], [(0, ended(-9)), (2, ended(-9))])
-        assert watch(crew).failure == "process 1 was ended by signal 9: gone"
+        crew = Crew(3, [(1, LOST)], [(0, ended(-9)), (2, ended(-9))])
+        lost = "process 1 was lost: its Ray worker is gone, or its machine"
+        assert watch(crew).failure == lost
         assert crew.killed == [0, 2]
 
     def test_gives_up_workers_that_never_answer(self, impatient):

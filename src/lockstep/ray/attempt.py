@@ -72,7 +72,7 @@ class Attempt:
                 self._crew.kill(index)
             return
         for index in running:
-            self._ended[index] = Report(code=LOST)
+            self._ended[index] = LOST
 
     def _judge(self) -> str | None:
         failed = {i: r.code or 0 for i, r in self._ended.items() if _is_failure(r)}
@@ -81,7 +81,9 @@ class Attempt:
         index = culprit(failed, self._killed)
         code, report = failed[index], self._ended[index]
         how = f"failed with exit code {code}"
-        if code < 0:
+        if report.lost:
+            how = "was lost: its Ray worker is gone, or its machine"
+        elif code < 0:
             _show(b"", report.native)
             how = f"was ended by signal {-code}"
         last = f": {report.last}" if report.last else ""

@@ -89,7 +89,7 @@ class Crew:
         try:
             return self._ray.get(poll)
         except RayActorError:
-            return Report(code=LOST, last="its Ray worker is gone, or its machine")
+            return LOST
 
 
 class _OnThisNode(Worker):

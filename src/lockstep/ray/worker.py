@@ -21,7 +21,6 @@ from pathlib import Path
 from lockstep.processes.child import environment
 from lockstep.processes.output import Output
 
-LOST = -int(signal.SIGKILL)  # the code of a process whose worker is gone
 _TICK_S = 0.05
 
 
@@ -50,6 +49,7 @@ class Report:
         code: its exit code, negative for a signal; `None` while it runs.
         last: the last line that it wrote to standard error.
         native: long reports of native code, for the case that nothing else says why.
+        lost: whether the worker is gone, so that nothing more can be known.
     """
 
     out: bytes = b""
@@ -57,6 +57,11 @@ class Report:
     code: int | None = None
     last: str = ""
     native: bytes = b""
+    lost: bool = False
+
+
+# A worker takes its process with it, so that is as if killed.
+LOST = Report(code=-int(signal.SIGKILL), lost=True)
 
 
 class Worker:
