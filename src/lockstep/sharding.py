@@ -34,8 +34,8 @@ def split(mesh: Mesh, axis_name: str, shape: tuple[int, ...]) -> NamedSharding:
     Example:
         >>> from lockstep.devices import make_mesh
         >>> mesh = make_mesh()
-        >>> split(mesh, "data", (3, 16)).spec, split(mesh, "data", (3,)).spec
-        (PartitionSpec(None, 'data'), PartitionSpec())
+        >>> [tuple(split(mesh, "data", shape).spec) for shape in ((3, 16), (3,))]
+        [(None, 'data'), ()]
     """
     check_axis(mesh, axis_name)
     parts = mesh.shape[axis_name]
