@@ -40,10 +40,13 @@ class Carrier:
 
     def lay_out(self, state: Any) -> Any:
         """An ordinary state with the optimizer's part split, if it shall be."""
-        if not isinstance(state, TrainState) or not self._shards():
+        step = self._step
+        if step is None or not step.optimizer_sharding:
             return state
-        in_global_view = self._step is not None and self._step.view == "global"
-        axis = self._step.optimizer_sharding if in_global_view else self._axis
+        if not isinstance(state, TrainState):
+            return state
+        # In the device view the mesh may have another name for the step's axis.
+        axis = step.optimizer_sharding if step.view == "global" else self._axis
 
         def split(path: str, leaf: Any) -> Any:
             if tree.is_static(leaf):
@@ -69,11 +72,14 @@ class Carrier:
         if self.known(state) is not None:
             return self.seen(placed)
         devices = self._mesh.shape[self._axis]
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
+        described = any(
+            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)
+        )
+        if described:
             carried = jax.eval_shape(lambda state: step.carry(state, devices), state)
         else:
             carried = step.carry(state, devices)
-        if carried is not state and self._shards():
+        if described or (carried is not state and step.optimizer_sharding):
             carried = jax.tree.map(self._put, carried, specs(carried, self._axis))
         return (carried, *placed[1:])
 
@@ -85,9 +91,6 @@ class Carrier:
         if not spec or leaf.sharding == where:
             return leaf
         return jax.jit(lambda x: x, out_shardings=where)(leaf)
-
-    def _shards(self) -> bool:
-        return self._step is not None and self._step.optimizer_sharding is not None
 
     def show(self, outputs: Any) -> Any:
         """Outputs `(state, ...)` with an ordinary state."""
@@ -103,4 +106,5 @@ class Carrier:
 
 
 def _described(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    weak = getattr(leaf, "weak_type", False)  # keys have none
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where, weak_type=weak)
