@@ -390,6 +390,15 @@ def test_different_programs_are_told(lines, capfd):
     assert "run different programs: process" in capfd.readouterr().err
 
 
+def test_who_goes_on_without_the_others_is_told(lines, capfd):
+    made, codes = lines
+    made[1].begin_steps(1)
+    made[0].exchange("main", 1, what="x", group=EVERYBODY, cancelled=lambda: True)
+    assert [code.get(timeout=10) for code in codes] == [70, 70, 70]
+    said = "process 0 has come to x after step 0, which all must call together, and"
+    assert f"{said} process 1 went on to step 1 without it" in capfd.readouterr().err
+
+
 # --- values ------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from fresh_process import run_lockstep
 SCRIPT = str(Path(__file__).with_name("topologies") / "faults.py")
 BAD_ROW = "ValueError: row 7 is bad"
 LOST = "ended without a word: it was killed (out of memory?), or crashed"
+ALONE = "an array that is gathered after step 5, which all must call together, and"
 EARLY = "came to the end of its program after 5 steps"
 
 full = pytest.mark.full
@@ -32,6 +33,7 @@ def launch(*arguments: str, options: tuple[str, ...] = (), processes: int = 2):
         ("early", 1, 70, EARLY),
         pytest.param("early", 0, 70, EARLY, marks=full),
         pytest.param("exit", 1, 70, EARLY, marks=full),
+        pytest.param("alone", 1, 70, ALONE, marks=full),
         pytest.param("terminate", 1, 143, "was ended by SIGTERM", marks=full),
         pytest.param("interrupt", 0, 130, "KeyboardInterrupt", marks=full),
     ],

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from lockstep import sharding, spreading, tree
 from lockstep.devices import make_mesh
-from lockstep.distributed.session import MAIN, group_of
+from lockstep.distributed.hub import MAIN
+from lockstep.distributed.session import group_of
 from lockstep.host_batches import (
     REMAINDERS as REMAINDERS,
 )

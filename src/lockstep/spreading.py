@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from lockstep import sharding, tree
+from lockstep.distributed.session import current, exchange, group_of
 from lockstep.distributed.warm_up import meet
 
 
@@ -55,7 +56,7 @@ def take_everywhere(batch: Any, index: np.ndarray, mesh: Mesh) -> Any:
 
     A collective: the main threads of all processes call it together.
     """
-    meet(mesh)
+    _come_together(mesh, "a short batch that is gathered")
     return _take(mesh)(batch, index)
 
 
@@ -76,9 +77,17 @@ def whole(values: Any) -> Any:
         by_mesh.setdefault(_mesh_of(leaf), []).append(leaf)
     copies: dict[int, jax.Array] = {}
     for mesh, leaves in by_mesh.items():
-        meet(mesh)
+        _come_together(mesh, "an array that is gathered")
         copies |= zip(map(id, leaves), _replicate(mesh)(leaves), strict=True)
     return jax.tree.map(lambda leaf: copies.get(id(leaf), leaf), values)
+
+
+def _come_together(mesh: Mesh, what: str) -> None:
+    """Wait for all on the host: a collective of some only would never end."""
+    group = group_of(mesh)
+    if current() is not None:
+        exchange(None, group, what=what)
+    meet(mesh)
 
 
 def _wrap_keys(words: jax.Array, where: NamedSharding, impl: Any) -> jax.Array:

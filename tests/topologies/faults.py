@@ -54,6 +54,8 @@ def main() -> None:
         if i == 6 and me == CULPRIT and int(os.environ["LOCKSTEP_RESTART"]) == 0:
             if KIND == "early":
                 break
+            if KIND == "alone":
+                ls.to_host(batch)
             meet_with(KIND)
         state, total = step(state, batch)
         print(f"step {i}: {float(total):g}", flush=True)

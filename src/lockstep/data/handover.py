@@ -136,8 +136,9 @@ def _work(
         error.__cause__ = stop
     except BaseException as raised:
         error = loaders.explain_jax_items(raised)
-    current.leave()
     try:
+        if error is None:  # an error is told by the loop that it reaches
+            current.leave()
         if hasattr(source, "close") and not open_end:
             source.close()  # pyright: ignore[reportAttributeAccessIssue]
     except BaseException as raised:

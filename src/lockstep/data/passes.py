@@ -54,6 +54,7 @@ class SharedPass(Pass):
         super().__init__(place)
         self._layout, self._remainder = layout, remainder
         self._group = session.group_of(layout.mesh)
+        self._line = session.line()
         self._channel = session.new_channel("pass", self._group)
         self._taken, self._last = 0, None
         self._is_planned = False
@@ -101,7 +102,7 @@ class SharedPass(Pass):
 
     def leave(self) -> None:
         """Let the others know, who may wait for this process's next rows."""
-        session.line().leave(self._channel, self._group)
+        self._line.leave(self._channel, self._group)
 
     def _about_first(self, source: Iterator[Any], batch: Any) -> dict[str, Any]:
         note = {"first": _digest(batch)} if self._compares else {}

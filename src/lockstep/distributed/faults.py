@@ -15,7 +15,7 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Any
 
-from lockstep.distributed.line import EXIT_OTHER_FAILED, Line, write
+from lockstep.distributed.line import EXIT_OTHER_FAILED, Line, ProcessLeft, write
 from lockstep.distributed.session import leave_run
 
 # What a collective says when its other end is gone: seldom the cause.
@@ -82,7 +82,7 @@ def _tell(
     trace: TracebackType | None,
 ) -> int:
     """Make the cause known everywhere; the exit code of this process."""
-    if _TRANSPORT.search(str(error)):
+    if _TRANSPORT.search(str(error)) or isinstance(error, ProcessLeft):
         cause = line.hear_cause(_NEWS_S)
         if cause:
             write(f"lockstep: process {line.index} failed because {cause}\n")

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.distributed.messages import Messages
 
+MAIN = "main"  # begins the name of the channels that main threads use
 _TICK_S = 0.25
 _PATIENCE_S = 30.0  # before the others are told for whom they wait
 _ANSWER_S = 3.0  # for the stack of a process that hangs
@@ -49,6 +50,7 @@ class _Round:
     what: str
     group: tuple[int, ...]
     started: float
+    steps: int  # of the first process that came
     values: dict[int, Any] = field(default_factory=dict)
     reminded: float = 0.0
 
@@ -120,7 +122,7 @@ class Hub:
         name = message["channel"], message["number"]
         group = tuple(message["group"])
         current = self._rounds.setdefault(
-            name, _Round(message["what"], group, time.monotonic())
+            name, _Round(message["what"], group, time.monotonic(), message["steps"])
         )
         if message["what"] != current.what:
             known = self._members[next(iter(current.values))]
@@ -207,8 +209,29 @@ class Hub:
                         early.index,
                     )
                     return
+        self._look_for_passers_by()
         if self._hang_timeout_s is not None:
             self._look_for_hang(now, self._hang_timeout_s)
+
+    def _look_for_passers_by(self) -> None:
+        """A process that went on without an exchange for which the others wait.
+
+        Exchanges of the main threads and steps come in one order on all processes.
+        """
+        for (channel, _), waiting in self._rounds.items():
+            if not channel.startswith(MAIN):
+                continue
+            first = self._members[next(iter(waiting.values))]
+            for index in set(waiting.group) - set(waiting.values):
+                member = self._members[index]
+                if member.steps > waiting.steps:
+                    self._end(
+                        f"{first.name} has come to {waiting.what} after step "
+                        f"{waiting.steps}, which all must call together, and "
+                        f"{member.name} went on to step {member.steps} without it",
+                        first.index,
+                    )
+                    return
 
     def _remind(self, now: float) -> None:
         for waiting in self._rounds.values():

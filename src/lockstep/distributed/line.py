@@ -95,7 +95,8 @@ class Line:
         number = self._numbers.get(channel, 0)
         self._numbers[channel] = number + 1
         message = {"kind": "value", "channel": channel, "number": number}
-        self._send(message | {"value": value, "what": what, "group": group})
+        message |= {"value": value, "what": what, "group": group}
+        self._send(message | {"steps": self._steps})
         with self._changed:
             while (channel, number) not in self._answers:
                 if cancelled and cancelled():

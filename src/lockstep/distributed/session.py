@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from lockstep.distributed.detect import detect
-from lockstep.distributed.hub import Hub
+from lockstep.distributed.hub import MAIN, Hub
 from lockstep.distributed.line import Line, leave
 
 
@@ -35,8 +35,6 @@ class Session:
     broadcast: bool
     check_data: bool
 
-
-MAIN = "main"  # the exchanges of the main thread
 
 _session: Session | None = None
 _channels: dict[tuple[str, tuple[int, ...]], int] = {}

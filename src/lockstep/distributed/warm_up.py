@@ -28,7 +28,7 @@ def meet(mesh: Mesh) -> None:
 
 def _sum(mesh: Mesh, names: tuple[str, ...]) -> None:
     def total() -> jax.Array:
-        return jax.lax.psum(jax.numpy.ones(()), names)
+        return jax.lax.psum(jax.numpy.ones((), jax.numpy.float32), names)
 
     count = jax.jit(
         jax.shard_map(
