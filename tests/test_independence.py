@@ -116,6 +116,14 @@ def test_a_mask_that_is_left_out(mesh_of):
         call(lambda p, b: losses_of(p, b).mean(), mesh_of(4), batch)
 
 
+def test_a_second_try_is_refused_as_well(mesh_of):
+    step = ls.make_train_step(negatives, optax.sgd(0.1), axis_name="data")
+    run, state = ls.per_device(step, mesh_of(4)), step.init(start())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="rows meet"):
+            run(state, BATCH)
+
+
 def test_local_rows_may_be_meant(mesh_of):
     _, metrics = call(negatives, mesh_of(4), rows="local")
     assert np.isfinite(float(metrics["loss"]))

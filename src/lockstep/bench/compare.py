@@ -14,6 +14,10 @@ from lockstep.bench.workload import OwnStep, Workload, row_count
 OPTIONS = {
     "train step, global view": {},
     "train step, device view": {"axis_name": "data"},
+    "train step, sharded optimizer": {
+        "axis_name": "data",
+        "optimizer_sharding": "data",
+    },
 }
 
 

@@ -108,8 +108,6 @@ class ParallelStep:
                 return self._finish(last.program, last.program.run(*seen))
         first_step.present(self, args, kwargs)
         placed = self._place(args, kwargs)
-        if not self._rows_check.done:
-            self._rows_check(placed)
         if self._padding_check.concerns(placed):
             self._padding_check(
                 self._run, placed, lambda padded: self._off_real_rows(placed, padded)
@@ -309,11 +307,13 @@ class ParallelStep:
 
     def _run(self, placed: tuple[Any, ...]) -> Any:
         """Run one step on placed arguments, compiling it where they are new."""
-        placed = self._carrier.carry(placed)
+        given, placed = placed, self._carrier.carry(placed)
         if not self._placer.is_placed(jax.tree.leaves(placed)):
             placed = wrap(placed)  # what is on no device is static
         shapes = self._key_shapes(placed[:-1])
         current = self._program(placed, shapes)
+        if not self._rows_check.done:  # the step itself may have refused already
+            self._rows_check(given)
         if current.strong:
             placed = (program.strengthen(placed[0], current.strong), *placed[1:])
         if not self._padding_check.concerns(placed):

@@ -90,7 +90,7 @@ def predict(
         >>> step = Training(compute_s=0.1, nbytes=400e6)
         >>> [p] = predict(step, PRESETS["a100-hdr"], [64])
         >>> round(p.efficiency, 2)
-        0.95
+        0.94
     """
     rows = []
     for count in devices:

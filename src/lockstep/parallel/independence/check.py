@@ -46,7 +46,6 @@ class RowsCheck:
         Raises:
             ValueError: the rows of one device meet in the loss or in a metric.
         """
-        self.done = True
         for finding in self.findings(placed):
             raise ValueError(
                 f"{finding}. Return one value a row or Mean(total, count); or gather "
@@ -56,6 +55,7 @@ class RowsCheck:
                 "whole batch; or write make_train_step(rows='local') if each device "
                 "is to treat its own rows by themselves"
             )
+        self.done = True
 
     def findings(self, placed: tuple[Any, ...]) -> list[str]:
         """What is other in two parts than in one: the loss or a metric, and why."""
