@@ -5,6 +5,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.distributed.line import EXIT_OTHER_FAILED
 from lockstep.ray.worker import LOST, Report, Task, Worker
 
 _END_S = 10.0
@@ -29,29 +30,36 @@ class Crew:
         """
         import ray
 
-        self.count, self.names = count, [""] * count
+        self.count = count
+        self.names = [f"process {index} of {count}" for index in range(count)]
         self._ray = ray
         self._room = _reserve(count, resources, start_timeout_s)
         self._workers = _actors(self._room, count, resources)
         self._wait_s = max(0.5, count / _POLLS_PER_S)
         self._polls: dict[Any, int] = {}
+        self._lost: set[int] = set()
 
     def start(self, task: Task, restart: int) -> None:
         """Start all processes, on a port that no other attempt has used."""
-        places = self._ray.get([worker.place.remote() for worker in self._workers])
+        places = self._ask_all([worker.place.remote() for worker in self._workers])
+        if self._lost:
+            return
         for index, (host, _) in enumerate(places):
             self.names[index] = f"process {index} of {self.count} ({host})"
         start = task, self.count, places[0][1], restart
-        self._ray.get([worker.start.remote(*start) for worker in self._workers])
+        self._ask_all([worker.start.remote(*start) for worker in self._workers])
         for index in range(self.count):
             self._poll(index)
 
     def news(self) -> list[tuple[int, Report]]:
         """What some of the processes have to report, after a moment."""
+        if self._lost:  # before all had started
+            others = Report(code=EXIT_OTHER_FAILED)
+            return [(i, LOST if i in self._lost else others) for i in range(self.count)]
         reports = []
         for poll in self._ray.wait(list(self._polls), timeout=self._wait_s)[0]:
             index = self._polls.pop(poll)
-            report = self._report(poll)
+            report = self._answer(poll)
             if report.code is None:
                 self._poll(index)
             reports.append((index, report))
@@ -83,11 +91,18 @@ class Crew:
     def _poll(self, index: int) -> None:
         self._polls[self._workers[index].poll.remote(self._wait_s)] = index
 
-    def _report(self, poll: Any) -> Report:
+    def _ask_all(self, calls: list[Any]) -> list[Any]:
+        """The answers of all workers; notes which are gone."""
+        answers = [self._answer(call) for call in calls]
+        self._lost = {i for i, answer in enumerate(answers) if answer is LOST}
+        return answers
+
+    def _answer(self, call: Any) -> Any:
+        """What a worker answers; `LOST` where it is gone."""
         from ray.exceptions import RayActorError
 
         try:
-            return self._ray.get(poll)
+            return self._ray.get(call)
         except RayActorError:
             return LOST
 

@@ -70,21 +70,19 @@ def fit(
     resources = dict(resources or _ONE_CPU)
     _check_gpus(resources)
     task = _task(train, arguments, environment or {})
-    with StopSignals() as signals:
-        for restart in range(max_restarts + 1):
-            crew = Crew(workers, resources, start_timeout_s)
-            attempt = Attempt(crew)
-            try:
+    for restart in range(max_restarts + 1):
+        crew = Crew(workers, resources, start_timeout_s)
+        attempt = Attempt(crew)
+        try:
+            with StopSignals() as signals:
                 attempt.run(task, restart, signals)
-                if attempt.failure is None or attempt.stopped:
-                    return _outcome(attempt, crew)
-            finally:
-                crew.release()
-            if restart < max_restarts:
-                _say(
-                    f"{attempt.failure}\n"
-                    f"starting all {workers} again, {restart + 1} of {max_restarts}"
-                )
+            if attempt.failure is None or attempt.stopped:
+                return _outcome(attempt, crew)
+        finally:
+            crew.release()
+        if restart < max_restarts:
+            again = f"starting all {workers} again, {restart + 1} of {max_restarts}"
+            _say(f"{attempt.failure}\n{again}")
     raise RuntimeError(f"{attempt.failure}{_after(max_restarts)}")
 
 
@@ -111,6 +109,7 @@ def _task(
     arguments: tuple[Any, ...],
     environment: Mapping[str, str],
 ) -> Task:
+    environment = {name: str(value) for name, value in environment.items()}
     if callable(train):
         return Task((), packed(train, arguments), environment)
     script = (os.fspath(train), *map(str, arguments))
