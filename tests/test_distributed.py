@@ -142,12 +142,19 @@ def test_the_first_host_of_a_list():
         ((1, 4), {"CUDA_VISIBLE_DEVICES": "0"}, None),
         ((1, 2), {"CUDA_VISIBLE_DEVICES": "4,5", "SLURM_GPUS_ON_NODE": "4"}, None),
         ((1, 2), {"CUDA_VISIBLE_DEVICES": ""}, None),
+        ((1, 2), {"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": "cpu"}, None),
     ],
 )
 def test_the_gpus_of_a_process(local, environ, expected):
     launched = Launched("SLURM", 4, 0, None, *local)
     visible = local_gpus.shared_gpus(environ)
     assert local_gpus.own_devices(launched, visible) == expected
+
+
+def test_more_processes_than_gpus_are_refused():
+    launched = Launched("lockstep run", 4, 0, None, 0, 4)
+    with pytest.raises(RuntimeError, match="4 processes on this machine see 2 GPUs"):
+        local_gpus.own_devices(launched, 2)
 
 
 # --- initialize --------------------------------------------------------------------
