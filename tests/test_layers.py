@@ -31,7 +31,8 @@ LAYERS = tuple(
         # 4: many steps
         """loop callbacks""",
         # 5: the command line
-        """bench scale doctor launch processes ray rehearse watch replay cli __main__""",
+        """bench scale doctor launch processes ray rehearse watch replay
+        cli __main__""",
     )
 )
 # Side packages: the highest layer that they import, and the lowest that imports them.
