@@ -1,16 +1,25 @@
 """Processes found in the environment, counted at their arrival, compared by value."""
 
 import queue
+import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import lockstep as ls
 from lockstep import distributed
-from lockstep.distributed import agreement, arrivals, local_gpus, session, startup
+from lockstep.distributed import (
+    agreement,
+    arrivals,
+    faults,
+    local_gpus,
+    session,
+    startup,
+)
 from lockstep.distributed.arrivals import Address, Hello
 from lockstep.distributed.detect import Launched, detect, first_host
 from lockstep.distributed.hub import Hub, Member
@@ -377,6 +386,24 @@ def test_all_stop_after_the_step_that_follows_the_furthest(lines):
 
     asked = at_once(made, run_on)
     assert len(set(asked)) == 1 and asked[0][1] == "SIGTERM" and asked[0][0] >= 6
+
+
+@pytest.mark.parametrize(("agreed", "codes"), [(True, []), (False, [143])])
+def test_a_sigterm_that_comes_late_does_not_end_a_process_that_has_saved(
+    agreed, codes, monkeypatch
+):
+    """One that was sent to all may reach a process that another one has told before."""
+    left = []
+    monkeypatch.setattr(faults, "leave_run", left.append)
+    line = mock.Mock(index=0, count=2)
+    line.stopping.is_agreed = agreed
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        faults._watch_sigterm(line)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert left == codes
 
 
 def test_a_failure_ends_the_others(lines, capfd):

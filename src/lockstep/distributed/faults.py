@@ -59,6 +59,8 @@ def _watch_sigterm(line: Line) -> None:
     own = signal.getsignal(signal.SIGTERM)  # JAX has replaced it without saying so
 
     def end(number: int, frame: FrameType | None) -> None:
+        if line.stopping.is_agreed:
+            return  # sent to all, and late here: this one has saved, and is ending
         _wait_to_end(line)
         text = f"process {line.index} of {line.count} was ended by SIGTERM"
         write(f"lockstep: {text}\n")

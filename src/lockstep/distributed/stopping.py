@@ -32,6 +32,11 @@ class Stopping:
             self._asked = True
             self._send({"kind": "stop", "signal": signal})
 
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all processes know after which step they stop."""
+        return self._last is not None
+
     def reached(self) -> str | None:
         """The signal for which all stop after this step, or `None` to go on."""
         with self._changed:
