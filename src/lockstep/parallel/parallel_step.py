@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from lockstep import first_step, observers, placement
 from lockstep.compiles import CompileLog
-from lockstep.parallel import out_of_memory, program, real_rows, several
+from lockstep.parallel import making, out_of_memory, program, real_rows, several
 from lockstep.parallel.across import Across
 from lockstep.parallel.arguments import Placer
 from lockstep.parallel.carried import Carrier
@@ -186,6 +186,15 @@ class ParallelStep:
             return state
         strong = self._strong.get(jax.tree.structure(wrap(state)), {})
         return program.strengthen(state, strong)
+
+    def make_state(self, make: Callable[..., Any], *args: Any) -> Any:
+        """`make(*args)`, run on the devices, straight into the layout of the state.
+
+        Nothing lies whole on the host or on device 0 first, and what
+        `optimizer_sharding` splits is never whole anywhere. In several processes all
+        must make the same. Example: `step.make_state(init, jax.random.key(0))`.
+        """
+        return making.make_state(make, args, self.mesh, self._carrier)
 
     def place_batch(self, batch: Any, **agreed: Any) -> Any:
         """One batch on the mesh, by the step's `remainder` (`None`: all dropped).
