@@ -1,6 +1,7 @@
 """What needs no Ray of `lockstep.ray`; tests/cluster/test_ray.py has the rest."""
 
 import importlib.util
+from unittest import mock
 
 import pytest
 
@@ -8,11 +9,12 @@ import lockstep as ls
 from lockstep.preemption import StopSignals
 from lockstep.ray import attempt as attempts
 from lockstep.ray.attempt import Attempt
+from lockstep.ray.crew import Crew
 from lockstep.ray.worker import LOST, Report, Task, Worker
 
 
-class Crew:
-    """Reports what it was told to, one list after the other."""
+class Told:
+    """A crew that reports what it was told to, one list after the other."""
 
     def __init__(self, count, *news):
         self.count, self.names = count, [f"process {i}" for i in range(count)]
@@ -50,32 +52,32 @@ def ended(code, last="") -> Report:
 
 class TestAttempt:
     def test_that_goes_well_has_no_failure(self):
-        crew = Crew(2, [(1, Report())], [(1, ended(0))], [(0, ended(0))])
+        crew = Told(2, [(1, Report())], [(1, ended(0))], [(0, ended(0))])
         done = watch(crew)
         assert done.failure is None and not done.saved and not crew.killed
 
     def test_shows_what_the_processes_write_where_they_wrote_it(self, capsys):
-        watch(Crew(1, [(0, Report(b"[0] out\n", b"[0] err\n"))], [(0, ended(0))]))
+        watch(Told(1, [(0, Report(b"[0] out\n", b"[0] err\n"))], [(0, ended(0))]))
         assert capsys.readouterr() == ("[0] out\n", "[0] err\n")
 
     def test_names_the_process_that_failed_first_by_itself(self):
         """70 is the code of those that end for another one's failure."""
-        done = watch(Crew(2, [(0, ended(70, "for 1"))], [(1, ended(1, "ValueError"))]))
+        done = watch(Told(2, [(0, ended(70, "for 1"))], [(1, ended(1, "ValueError"))]))
         assert done.failure == "process 1 failed with exit code 1: ValueError"
 
     def test_shows_the_reports_of_native_code_of_a_crash(self, capsys):
-        done = watch(Crew(1, [(0, Report(code=-11, native=b"at 0x12\n"))]))
+        done = watch(Told(1, [(0, Report(code=-11, native=b"at 0x12\n"))]))
         assert done.failure == "process 0 was ended by signal 11"
         assert "at 0x12" in capsys.readouterr().err
 
     def test_ends_the_others_after_a_failure(self, impatient):
-        crew = Crew(3, [(1, LOST)], [(0, ended(-9)), (2, ended(-9))])
+        crew = Told(3, [(1, LOST)], [(0, ended(-9)), (2, ended(-9))])
         lost = "process 1 was lost: its Ray worker is gone, or its machine"
         assert watch(crew).failure == lost
         assert crew.killed == [0, 2]
 
     def test_gives_up_workers_that_never_answer(self, impatient):
-        done = watch(Crew(2, [(1, ended(3, "disk full"))]))
+        done = watch(Told(2, [(1, ended(3, "disk full"))]))
         assert done.failure == "process 1 failed with exit code 3: disk full"
 
     @pytest.mark.parametrize(("codes", "saved"), [((75, 75), True), ((75, 1), False)])
@@ -84,9 +86,23 @@ class TestAttempt:
             def asked(self, step):
                 return "SIGTERM"
 
-        crew = Crew(2, [], [], list(enumerate(map(ended, codes))))
+        crew = Told(2, [], [], list(enumerate(map(ended, codes))))
         done = watch(crew, Asked())
         assert crew.asked == 1 and done.stopped == "SIGTERM" and done.saved == saved
+
+
+def test_a_worker_that_dies_before_the_start_is_the_one_that_failed(monkeypatch):
+    """Its process never ran, and neither does that of any other."""
+    monkeypatch.setattr(Crew, "_answer", lambda self, call: call)
+    crew = object.__new__(Crew)
+    crew.count, crew.names, crew._lost = 2, ["process 0", "process 1"], set()
+    crew._workers = [mock.Mock(), mock.Mock()]
+    crew._workers[0].place.remote.return_value = ("a", "a:1")
+    crew._workers[1].place.remote.return_value = LOST
+    assert watch(crew).failure == (
+        "process 1 was lost: its Ray worker is gone, or its machine"
+    )
+    assert not crew._workers[0].start.remote.called
 
 
 class TestWorker:
