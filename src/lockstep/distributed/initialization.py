@@ -86,7 +86,7 @@ def initialize(
     if launched is None:
         return
     _check_first()
-    own_ids = local_device_ids or own_devices(launched, shared_gpus(os.environ))
+    own_ids = local_device_ids or _share_of_gpus(launched)
     address = Address.of(launched.address or "")
     bind = bind_address or address.host
     members, own_end = _meet(launched, address, bind, timeout_s)
@@ -164,6 +164,11 @@ def _address_by_mpi(found: Launched) -> str:
     with socket.create_server(("", 0)) as free:
         own = f"{socket.gethostname()}:{free.getsockname()[1]}"
     return MPI.COMM_WORLD.bcast(own, root=0)
+
+
+def _share_of_gpus(launched: Launched) -> list[int] | None:
+    platforms = {"JAX_PLATFORMS": jax.config.jax_platforms or ""}
+    return own_devices(launched, shared_gpus({**os.environ, **platforms}))
 
 
 def _check_first() -> None:
