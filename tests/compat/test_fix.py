@@ -270,6 +270,14 @@ class TestFiles:
         assert new.stat().st_mtime_ns == written
         assert fix([tmp_path]) == []
 
+    def test_one_that_is_nested_too_deeply_does_not_keep_the_others(self, tmp_path):
+        deep, old = tmp_path / "deep.py", tmp_path / "old.py"
+        text = "import jax\nx = " + " + ".join(["1"] * 3000) + "\njax.tree_map\n"
+        deep.write_text(text)
+        old.write_text("import jax\njax.tree_map\n")
+        assert fix([tmp_path]) == [old]
+        assert deep.read_text() == text
+
     def test_requirements(self, tmp_path):
         file = tmp_path / "requirements.txt"
         file.write_text(

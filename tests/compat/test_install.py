@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from fresh_process import run_lockstep, run_python
 from jax.sharding import Mesh, NamedSharding
@@ -174,6 +175,25 @@ class TestRenamedNames:
     def test_options_that_are_always_on_may_be_turned_on(self):
         jax.config.update("jax_array", True)
         jax.config.update("jax_pmap_shmap_merge", True)
+
+    def test_which_pmap_it_shall_be_may_be_said_either_way(self):
+        """`False` asked for what `compat.pmap` means."""
+        jax.config.update("jax_pmap_shmap_merge", False)
+
+    def test_what_notebooks_for_colab_begin_with_does_nothing(self):
+        setup = importlib.import_module("jax.tools.colab_tpu")
+        assert setup.setup_tpu() is setup.setup_tpu("tpu_driver-0.1dev") is None
+        assert get("jax.tools.colab_tpu") is setup
+
+    def test_the_compilation_cache_is_set_under_its_old_name(self):
+        name = "jax.experimental.compilation_cache.compilation_cache"
+        cache = importlib.import_module(name)
+        assert cache.initialize_cache is cache.set_cache_dir
+
+    def test_optix_is_optax(self):
+        from jax.experimental import optix  # pyright: ignore
+
+        assert optix is optax
 
     def test_options_that_are_gone_may_not_be_turned_back(self):
         with pytest.raises(AttributeError, match="every array is a jax.Array"):

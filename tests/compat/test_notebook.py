@@ -15,7 +15,10 @@ from lockstep.compat.notebook import is_python, split_commands
         ("%pip install flax\nx = 1", "pass\nx = 1", [1]),
         ("!echo it's (", "pass", [1]),
         ("x?\n?y\nz??", "pass\npass\npass", [1, 2, 3]),
-        ("files = !ls\nn = %time 3", "pass\npass", [1, 2]),
+        ("files = !ls\nhere = %pwd", "files = []\nhere = None", [1, 2]),
+        ("%time x = f(1)\nn = %time 3", "x = f(1)\nn = 3", [1, 2]),
+        ("%timeit -n 1 -r2 f()\n%prun f(1)", "f()\nf(1)", [1, 2]),
+        ("%time f(\n%timeit\n!time x", "pass\npass\npass", [1, 2, 3]),
         ("if x:\n    !ls\n    y = 1", "if x:\n    pass\n    y = 1", [2]),
         ("!pip install a \\\n  b\nx = 1", "pass\n\nx = 1", [1, 2]),
         ("%%time\nx = 1", "pass\nx = 1", [1]),
@@ -62,7 +65,8 @@ def test_commands_through_the_shell_are_skipped(tmp_path):
         "files = get_ipython().getoutput('ls')",
         "get_ipython().run_cell_magic('bash', '', 'echo no')",
         "get_ipython().run_cell_magic('time', '', 'x = 4')",
-        "print(files, x, get_ipython().__class__.__name__)",
+        "get_ipython().run_line_magic('time', 'y = x + 1')",
+        "print(files, x, y, get_ipython().__class__.__name__)",
     )
-    assert printed == "[] 4 Shell\n"
+    assert printed == "[] 4 5 Shell\n"
     assert not (tmp_path / "made.txt").exists()

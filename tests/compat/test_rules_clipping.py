@@ -24,6 +24,25 @@ class TestClipBeforePmean:
                 return w - lax.pmean(clip_grads(grads), "i")  # <-
         """)
 
+    def test_gradients_by_another_name(self):
+        self.found("""
+            def step(w, x):
+                g = jax.grad(loss)(w, x)
+                g = jax.tree.map(lambda t: jnp.clip(t, -1, 1), g)  # <-
+                return w - lax.pmean(g, "i")
+
+            def with_loss(w, x):
+                value, g = jax.value_and_grad(loss)(w, x)
+                g = optax.clip_by_global_norm(1.0).update(g, None)[0]  # <-
+                return w - lax.pmean(g, "i")
+
+            def of_the_loss(w, x):
+                value, g = jax.value_and_grad(loss)(w, x)
+                (v, aux), g = jax.value_and_grad(loss, has_aux=True)(w, x)
+                value, aux = jnp.clip(value, 0, 1), clip(aux)
+                return lax.pmean((value, clip(v), aux, g), "i")
+        """)
+
     def test_element_by_element(self):
         self.found("""
             def step(w, grads):

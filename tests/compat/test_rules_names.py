@@ -147,6 +147,10 @@ class TestAttributesKeywordsOptions:
         assert not findings_in(own, "gone-attribute")
         assert not findings_in("import torch\nt.device()\n", "gone-attribute")
 
+    def test_to_py(self):
+        assert_marked("gone-attribute", "host = x.device_buffer.to_py()  # <-")
+        assert_marked("gone-attribute", "host = x.to_py()  # <-")
+
     def test_keywords_of_clip(self):
         assert_marked(
             "gone-keyword",

@@ -208,6 +208,11 @@ def disable_x64() -> Any:
     return jax.enable_x64(False)
 
 
+def setup_tpu(tpu_driver_version: str | None = None) -> None:
+    """Nothing: JAX finds the TPUs of Colab by itself."""
+    del tpu_driver_version
+
+
 class _Index:
     def __getitem__(self, index: Any) -> Any:
         return index

@@ -49,7 +49,7 @@ def fix(paths: Iterable[Path | str]) -> list[Path]:
             body = text.removeprefix(_BYTE_ORDER_MARK)
             start = text[: len(text) - len(body)]
             after = (start + _fixed(path, body)).encode(encoding)
-        except (SyntaxError, UnicodeError, LookupError) as error:
+        except (SyntaxError, UnicodeError, LookupError, RecursionError) as error:
             say_once(f"compat.fix {path}", f"{path} was left as it is: {error}")
             continue
         if after != before:

@@ -98,6 +98,8 @@ def _types() -> Iterator[Name]:
         "jax.random.PRNGKeyArray": "jax.Array",
         "jax.numpy.DeviceArray": "jax.Array",
         "jax.interpreters.xla.DeviceArray": "jax.Array",
+        "jax.xla.DeviceArray": "jax.Array",
+        "jax.xla.Device": "jax.Device",
         "jax.interpreters.xla.Device": "jax.Device",
         "jax.lib.xla_client.Device": "jax.Device",
         "jax.lib.xla_extension.Device": "jax.Device",
@@ -188,6 +190,11 @@ def _modules() -> Iterator[Name]:
     )
     yield from renamed("enable_x64", "jax.experimental", "jax")
     yield from renamed(
+        "initialize_cache=set_cache_dir",
+        "jax.experimental.compilation_cache.compilation_cache",
+    )
+    yield from renamed("clear_backends", "jax", "jax.extend.backend")
+    yield from renamed(
         "Primitive Jaxpr ClosedJaxpr JaxprEqn Literal Var jaxpr_as_fun",
         "jax.core",
         "jax.extend.core",
@@ -201,6 +208,12 @@ def _modules() -> Iterator[Name]:
     yield from gone(
         Kind.RENAMED, {"jax.experimental.disable_x64": "jax.enable_x64(False)"}, _ERA
     )
+    yield Name(
+        "jax.experimental.optix", Kind.RENAMED, "optax, which it became", "", "optax"
+    )
+    no_setup = "nothing: JAX finds the TPUs of Colab by itself"
+    yield from gone(Kind.DEAD, {"jax.tools.colab_tpu.setup_tpu": no_setup}, _ERA)
+    yield Name("jax.tools.colab_tpu", Kind.DEAD, no_setup)
 
 
 def _dead() -> Iterator[Name]:
@@ -226,7 +239,7 @@ def _dead() -> Iterator[Name]:
             "jax.shapecheck": "jax.eval_shape",
             "jax.xla_computation": "jax.jit(f).lower(...).compiler_ir()",
             "jax.curry": "functools.partial",
-            "jax.clear_backends": "jax.extend.backend.clear_backends()",
+            "jax.dlpack.to_dlpack": "the array itself, which from_dlpack takes",
             "jax.core.raise_to_shaped": "jax.typeof(x)",
             "jax.core.axis_frame": "jax.lax.axis_size(axis_name), which is a number "
             "and no frame",
@@ -254,6 +267,7 @@ def _libraries() -> Iterator[Name]:
 
 def _numbers() -> Iterator[Name]:
     """What arrays answer otherwise."""
+    yield Name("jax.Array.to_py", Kind.DEAD, "numpy.asarray(x)")
     yield Name("jax.Array.device", Kind.CHANGED, "x.device, or x.devices()")
     for number in "float", "int", "complex":
         conversion = f"{_ERA}to_{number}"

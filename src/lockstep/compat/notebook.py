@@ -14,6 +14,8 @@ from pathlib import Path
 from types import CodeType
 
 _COMMAND = re.compile(r"^\s*([%!?]|[\w.]+\s*=\s*[%!]|[\w.]+\?{1,2}\s*$)")
+_SHELL = re.compile(r"([\w.]+\s*=\s*)([%!])(.*)")
+_MEASURED = re.compile(r"(?:time|timeit|prun)\s+(?:-\w+(?:\s+\d+)?\s+)*(.+)")
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
@@ -84,10 +86,12 @@ class Shell:
         return []
 
     def magic(self, command: str) -> None:
-        """Skips `%command`."""
+        """Skips `%command`, and runs the statement of one that only looks at it."""
+        exec(_python_of(f"%{command}"), vars(sys.modules["__main__"]))
 
     def run_line_magic(self, name: str, line: str) -> None:
-        """Skips `%name line`."""
+        """Skips `%name line`, as `magic` does."""
+        self.magic(f"{name} {line}")
 
     def run_cell_magic(self, name: str, line: str, cell: str) -> None:
         """Skips `%%name line`, and runs the cell of one that only looks at it."""
@@ -116,7 +120,8 @@ def split_commands(text: str) -> tuple[str, list[tuple[int, str]]]:
     """Python with `%pip`, `!` and `?` lines made harmless, and those lines.
 
     A line stays where it is, so that line numbers hold; what was no Python becomes
-    `pass`. Text that is Python as it stands is left alone.
+    `pass`, `%time statement` the statement, and `lines = !ls` an empty list. Text that
+    is Python as it stands is left alone.
 
     Returns:
         The text, and each command as `(line number from 1, line)`.
@@ -136,9 +141,22 @@ def split_commands(text: str) -> tuple[str, list[tuple[int, str]]]:
         if goes_on or (_COMMAND.match(line) and _starts_a_statement(lines[:index])):
             commands.append((index + 1, line.strip()))
             indent = line[: len(line) - len(line.lstrip())]
-            lines[index] = "" if goes_on else indent + "pass"
+            lines[index] = "" if goes_on else indent + _python_of(line.strip())
             goes_on = line.rstrip().endswith("\\")
     return "\n".join(lines), commands
+
+
+def _python_of(command: str) -> str:
+    """What a line that is no Python does, of what Python can do."""
+    target, mark, rest = "", command[:1], command[1:]
+    if found := _SHELL.match(command):
+        target, mark, rest = found.groups()
+    statement = _MEASURED.match(rest) if mark == "%" else None
+    if statement and is_python(target + statement[1]):
+        return target + statement[1]
+    if not target:
+        return "pass"
+    return target + ("[]" if mark == "!" else "None")
 
 
 def is_python(text: str) -> bool:

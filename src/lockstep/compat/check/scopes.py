@@ -18,7 +18,8 @@ class Binding:
         node: the target, the alias of an import, a parameter, or a definition.
         dotted: what an import brings, such as `jax.numpy`; else empty.
         value: the expression assigned, where there is one.
-        at: which element of the value it is, for `a, b = value`; None for all of it.
+        at: which element of the value it is or lies in, for `(a, b), c = value`; None
+            for all of it.
     """
 
     node: ast.AST
@@ -159,7 +160,7 @@ def _targets(
             if same:
                 yield from _targets(element, value.elts[index])  # pyright: ignore
             else:
-                yield from _targets(element, value, index)
+                yield from _targets(element, value, index if at is None else at)
 
 
 def _parameters(scope: ast.AST) -> Iterator[tuple[str, Binding]]:

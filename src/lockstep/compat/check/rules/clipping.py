@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.compat.check.code import AVERAGES, TREE_MAPS, last_name
+from lockstep.compat.check.code import AVERAGES, GRADS, TREE_MAPS, last_name
 from lockstep.compat.check.findings import Level
 from lockstep.compat.check.module import Module, Remarks, rule
 
@@ -30,6 +30,9 @@ def clip_before_pmean(module: Module) -> Remarks:
 def _made(module: Module, node: ast.AST, depth: int = 0) -> Iterator[ast.AST]:
     """The expressions that a value comes from, of a tuple those of its elements."""
     made = module.value(node)
+    if isinstance(made, ast.Subscript):  # clipper.update(grads, state)[0]
+        whole = module.value(made.value)
+        made = whole if isinstance(whole, ast.Call) else made
     if isinstance(made, ast.Dict):
         parts: list[ast.expr] = made.values
     else:
@@ -43,10 +46,22 @@ def _made(module: Module, node: ast.AST, depth: int = 0) -> Iterator[ast.AST]:
 def _clips_gradients(module: Module, call: ast.Call) -> bool:
     if not call.args or not _is_clip(module, call):
         return False
-    gradients = [a for a in call.args if _GRAD_NAME.search(last_name(a))]
+    gradients = [a for a in call.args if _is_gradients(module, a)]
     return any(
         not _is_per_row(module, g) and not _is_averaged(module, g) for g in gradients
     )
+
+
+def _is_gradients(module: Module, node: ast.expr) -> bool:
+    """Whether a value is called so, or is what `jax.grad(loss)(...)` returned."""
+    if _GRAD_NAME.search(last_name(node)):
+        return True
+    made, binding = module.value(node), module.binding(node)
+    taken = module.value(made.func) if isinstance(made, ast.Call) else None
+    if binding is None or taken is None or not module.is_call_of(taken, GRADS):
+        return False
+    with_loss = isinstance(taken, ast.Call) and "value" in last_name(taken.func)
+    return binding.at == 1 if with_loss else not binding.at
 
 
 def _is_clip(module: Module, call: ast.Call) -> bool:
