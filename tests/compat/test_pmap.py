@@ -183,6 +183,32 @@ class TestAxesThatAreNotBound:
         assert str(caught.value) == "name 'undefined' is not defined"
 
 
+class TestOneKeyForTwoDevices:
+    """A raw key has two words, so that it can be split over two devices."""
+
+    def test_an_error_about_the_key_says_what_happened(self):
+        def step(rngs, x):
+            return x + jax.random.normal(rngs["dropout"], x.shape)
+
+        step = pmap(step, devices=jax.devices()[:2])
+        with pytest.raises(TypeError, match="PRNG key") as caught:
+            step({"dropout": jax.random.PRNGKey(0)}, np.ones((2, 3)))
+        (note,) = (n for n in caught.value.__notes__ if "pmap(step)" in n)
+        assert "took rngs['dropout'], uint32[2], for one row on each of 2" in note
+        assert "shard_prng_key" in note
+
+    def test_other_errors_and_other_numbers_are_left_alone(self):
+        def step(counts, x):
+            raise ValueError("mine")
+
+        step = pmap(step, devices=jax.devices()[:2])
+        with pytest.raises(ValueError, match="mine") as caught:
+            step(np.ones(2, np.uint32), np.ones((2, 3)))
+        assert "pmap(step)" not in str(caught.value.__notes__)  # JAX has one of its own
+        counted = pmap(lambda n: n + 1, devices=jax.devices()[:2])
+        assert counted(np.ones(2, np.uint32)).tolist() == [2, 2]
+
+
 class TestResultsThatAreNotStacked:
     def test_those_that_differ_between_devices_are_told_of(self, caplog):
         notices.reset()

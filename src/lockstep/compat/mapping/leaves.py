@@ -83,6 +83,23 @@ class MappedLeaves:
             + "".join(f"\n{way_out}" for way_out in dict.fromkeys(ways_out))
         )
 
+    def explain_split_keys(
+        self, error: Exception, rows: Sequence[Any], size: int
+    ) -> None:
+        """Adds to an error about a key that it is one key, split over the devices.
+
+        A raw key is uint32[2], so that two devices take it for one row each.
+        """
+        if "PRNG" not in str(error) or size not in _WORDS_OF_A_KEY:
+            return
+        for name, row, axis in zip(self.names(rows), rows, self.axes, strict=True):
+            if axis == 0 and row.dtype == np.uint32 and not row.shape:
+                error.add_note(
+                    f"pmap({self.function_name()}) took {name}, uint32[{size}], for "
+                    f"one row on each of {size} devices, and it looks like one PRNG "
+                    f"key. {_ONE_KEY}"
+                )
+
     def donated(self) -> tuple[int, ...]:
         """The positions of the leaves of the donated arguments."""
         counts = [
@@ -124,6 +141,7 @@ _ONE_KEY = (
     "lockstep.compat.shard_prng_key(), or give it in_axes=None if all shall draw the "
     "same numbers."
 )
+_WORDS_OF_A_KEY = (2, 4)  # of Threefry, of RBG
 _SCALAR = (
     "A scalar has no axis: broadcast it with in_axes=None or "
     "lockstep.compat.replicate(), or mark it static with static_broadcasted_argnums."
@@ -150,7 +168,7 @@ def _is_one_key(leaf: Any) -> bool:
         return False
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return not leaf.shape
-    return dtype == np.uint32 and leaf.shape in ((2,), (4,))
+    return dtype == np.uint32 and leaf.shape in [(n,) for n in _WORDS_OF_A_KEY]
 
 
 def _axis_size(leaf: Any, axis: int) -> int | None:

@@ -202,6 +202,9 @@ class Program:
                 name = self.leaves.function_name()
                 explain_unbound_axis(error, name, mesh.axis_names)
                 raise
+            except (TypeError, ValueError) as error:
+                self.leaves.explain_split_keys(error, rows, mesh.devices.shape[0])
+                raise
 
 
 def is_traced(leaves: list[Any]) -> bool:
