@@ -337,7 +337,7 @@ class TestSmallHelpers:
         assert out["x"].shape == (8, 2, 2) and out["y"].shape == (8, 2)
         np.testing.assert_array_equal(out["x"].reshape(16, 2), batch["x"])
 
-    @pytest.mark.parametrize("x", [np.ones((10, 2)), np.float32(1)])
+    @pytest.mark.parametrize("x", [np.ones((10, 2)), np.float32(1), 3, "a name"])
     def test_shard_says_which_leaf_does_not_divide(self, x):
         with pytest.raises(ValueError, match=r"xs\['x'\] .* a multiple of 8 rows"):
             shard({"x": x})

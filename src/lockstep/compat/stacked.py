@@ -179,13 +179,13 @@ def shard(xs: Any) -> Any:
     count = jax.local_device_count()
 
     def split(path: Any, x: Any) -> Any:
-        rows = x.shape[0] if x.ndim else None
-        if rows is None or rows % count:
+        shape = getattr(x, "shape", ())  # a Python number has none
+        if not shape or shape[0] % count:
             raise ValueError(
-                f"xs{keystr(path)} has shape {x.shape}; {count} devices need a "
+                f"xs{keystr(path)} has shape {shape}; {count} devices need a "
                 f"multiple of {count} rows: drop or pad rows, or use pad_shard_unpad"
             )
-        return x.reshape((count, rows // count, *x.shape[1:]))
+        return x.reshape((count, shape[0] // count, *shape[1:]))
 
     return tree_map_with_path(split, xs)
 
