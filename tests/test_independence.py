@@ -306,3 +306,93 @@ def test_it_is_looked_at_once(mesh_of, monkeypatch):
     state, _ = run(step.init(start()), BATCH)
     run(state, BATCH)
     assert len(looks) == 1
+
+
+def balanced(params, batch):
+    """With a loss for the balance of experts, too small for a trial to show."""
+    gates = jax.nn.softmax(batch["x"] @ params["w"] * 0.1)
+    share = jax.nn.one_hot(gates.argmax(-1), 4).mean(0)
+    return losses_of(params, batch).mean() + 0.001 * (share * gates.mean(0)).sum()
+
+
+def in_layers(params, batch):
+    """The same, added up in a scan."""
+
+    def layer(total, scale):
+        return total + balanced(jax.tree.map(lambda w: w * scale, params), batch), None
+
+    return jax.lax.scan(layer, 0.0, jnp.ones(2))[0]
+
+
+def counted(params, batch):
+    return losses_of(params, batch) * batch["count"], batch["count"]
+
+
+def only_where_any_counts(params, batch):
+    each, count = counted(params, batch)
+    return jnp.where(count.sum() > 0, each.sum() / count.sum(), 0.0)
+
+
+UNEVEN = {
+    "divided by a sum": lambda p, b: counted(p, b)[0].sum() / b["count"].sum(),
+    "or by 1": lambda p, b: counted(p, b)[0].sum() / jnp.maximum(b["count"].sum(), 1),
+    "or by nearly 0": lambda p, b: counted(p, b)[0].sum() / (b["count"].sum() + 1e-8),
+    "mean(where=)": lambda p, b: losses_of(p, b).mean(where=b["count"] > 0),
+    "where any counts": only_where_any_counts,
+    "beside what rows meet in": lambda p, b: (
+        0.001 * negatives(p, b).mean() + counted(p, b)[0].sum() / b["count"].sum()
+    ),
+    "a product of means": balanced,
+    "products in a scan": in_layers,
+    "a square of means": lambda p, b: ((b["x"] @ p["w"]).mean(0) ** 2).sum(),
+    "a dot product of means": lambda p, b: (
+        (b["x"] @ p["w"]).mean(0) @ jnp.tanh(b["x"] @ p["w"]).mean(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", UNEVEN.values(), ids=UNEVEN)
+def test_uneven_parts_are_seen_without_a_run(loss, mesh_of, monkeypatch):
+    """The rows at hand may all count, and those of a later batch not."""
+    monkeypatch.delattr(Trial, "gaps")
+    with pytest.raises(ValueError, match=r"no mean of indep.*: a (sum div|product)"):
+        call(loss, mesh_of(4))
+
+
+def test_a_count_of_at_least_one_is_refused(mesh_of):
+    def loss(params, batch):
+        each, count = counted(params, batch)
+        return ls.Mean(each.sum(), jnp.maximum(count.sum(), 1))
+
+    with pytest.raises(ValueError, match="Give Mean the plain sum, which may be 0"):
+        call(loss, mesh_of(4))
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_count_against_a_division_by_zero_is_fine(full, mesh_of, monkeypatch):
+    def loss(params, batch):
+        each, count = counted(params, batch)
+        return ls.Mean(each.sum(), count.sum() + 1e-8)
+
+    monkeypatch.delattr(Trial, "gaps")
+    count = np.ones(16, np.int32) if full else np.arange(16) // 8
+    _, metrics = call(loss, mesh_of(4), {**BATCH, "count": count})
+    expected = np.average(losses_of(start(), BATCH), weights=count)
+    assert float(metrics["loss"]) == pytest.approx(expected)
+
+
+def by_square_root(params, batch):
+    """Unequal counts, and a form that is not read from the jaxpr."""
+    each, count = losses_of(params, batch), batch["valid"]
+    total = jnp.sum(each[:, None] * count, dtype=jnp.float32)
+    return total / jnp.sqrt(jnp.sum(count, dtype=jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize(
+    "valid",
+    [np.ones((16, 5), bool), np.arange(16)[:, None] // 2 % 2 * np.ones((16, 5))],
+    ids=["all count", "none in some parts"],
+)
+def test_the_trial_leaves_some_tokens_out(valid, mesh_of):
+    with pytest.raises(ValueError, match="rows meet in `sqrt`|on one device, and nan"):
+        call(by_square_root, mesh_of(8), {**BATCH, "valid": valid})

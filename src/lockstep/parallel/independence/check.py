@@ -1,9 +1,9 @@
 """Is a loss in the device view what one device gives? Asked before the first step.
 
-First its jaxpr is read, which costs nothing and proves most losses. What it cannot
-prove is tried: the loss of some rows in one part and in two. So a loss whose rows meet
-(in-batch negatives, a maximum or a norm over rows, a sum) is refused before it trains
-on something else.
+First its jaxpr is read, which costs nothing and proves most losses, or the contrary.
+What is left is tried: the loss of some rows in one part and in two. So a loss whose
+rows meet (in-batch negatives, a maximum or a norm over rows, a sum, a mean over the
+tokens of one device) is refused before it trains on something else.
 """
 
 from typing import Any
@@ -14,7 +14,16 @@ from lockstep import placement
 from lockstep.distributed import session
 from lockstep.metrics import Mean, flatten
 from lockstep.parallel.independence.flow import Follow
-from lockstep.parallel.independence.kinds import Average, Free, Kind, Met, Rows, Sum
+from lockstep.parallel.independence.kinds import (
+    Average,
+    Free,
+    Kind,
+    Met,
+    RaisedCount,
+    Rows,
+    Sum,
+    Uneven,
+)
 from lockstep.parallel.independence.trial import Trial
 from lockstep.parallel.options import Options
 from lockstep.parallel.static_leaves import unwrap, wrap
@@ -60,8 +69,13 @@ class RowsCheck:
     def findings(self, placed: tuple[Any, ...]) -> list[str]:
         """What is other in two parts than in one: the loss or a metric, and why."""
         unproven = self.unproven(placed)
-        if not unproven:
-            return []
+        sure = [
+            _describe(name, kind)
+            for name, kind in unproven.items()
+            if isinstance(kind, (Uneven, RaisedCount))  # no rows need to show it
+        ]
+        if sure or not unproven:
+            return sure
         gaps = self._gaps_anywhere(placed)
         return [
             f"{_describe(name, kind)}: the same rows give {gaps[name][0]:.6g} on one "
@@ -110,15 +124,29 @@ class RowsCheck:
 
 def _describe(name: str, kind: Kind) -> str:
     what = "the loss" if name == "loss" else f"metric {name!r}"
+    if isinstance(kind, RaisedCount):
+        return (
+            f"{what} has a count that is raised in every part of the batch, as by "
+            "jnp.maximum(count, 1): parts in which nothing counts would then weigh. "
+            "Give Mean the plain sum, which may be 0"
+        )
     if isinstance(kind, Sum):
         return f"{what} is a sum over its rows, and a scalar counts as their mean"
     if isinstance(kind, Average):
         return f"{what} is a mean that leaves the mask out"
     where = ""
-    if isinstance(kind, Met):
+    if isinstance(kind, (Met, Uneven)):
         line = source_line(kind.eqn) or source_line(kind.caller or kind.eqn)
         where = f" (rows meet in `{kind.eqn.primitive.name}`"
         where += f" at {line})" if line else ")"
+    if isinstance(kind, Uneven):
+        divided = kind.eqn.primitive.name == "div"
+        where += (
+            ": a sum divided by a sum, and devices whose divisors differ would weigh "
+            "alike (a mean of means)"
+            if divided
+            else ": a product of means, and the means of each device are others"
+        )
     return f"{what} is no mean of independent rows{where}"
 
 
@@ -170,8 +198,8 @@ def _odd(value: Any, masked: bool, rows: int) -> Kind | None:
 
 def _odd_mean(total: Kind, count: Kind, rows: int) -> Kind | None:
     number = count.number if isinstance(count, Free) else None
-    if isinstance(total, Sum) and isinstance(count, Sum):
-        return None
+    if isinstance(total, Sum) and isinstance(count, Sum) and not total.raised:
+        return RaisedCount() if count.raised else None
     if isinstance(total, Sum) and number and number % rows == 0:
         return None
     equal = isinstance(total, Free) or total == Average()

@@ -22,6 +22,7 @@ from lockstep.parallel.independence.kinds import (
     Met,
     Rows,
     Sum,
+    Uneven,
 )
 from lockstep.varying import inner_jaxprs, scan_parts
 
@@ -43,7 +44,9 @@ _CALLS = set(
     """jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call
     custom_vjp_call custom_vjp_call_jaxpr""".split()
 )
+_ADDITIONS = {"add", "sub", "add_any"}
 _ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
+_TINY = 1e-6  # what is added against a division by zero and changes nothing else
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +80,13 @@ class Follow:
 
     def _equation(self, eqn: Any, kinds: list[Kind]) -> list[Kind]:
         """The kinds of an equation's outputs."""
-        for kind in kinds:
-            if isinstance(kind, Met):
-                return [kind] * len(eqn.outvars)
         name = eqn.primitive.name
+        uneven = _uneven(kinds)
+        if uneven and name in _ADDITIONS | {"select_n"}:
+            return [uneven]  # nothing mends it that is added, or taken for 0 / 0
+        met = next((kind for kind in kinds if isinstance(kind, Met)), None)
+        if met and not (uneven and name in _CALLS):
+            return [met] * len(eqn.outvars)
         if name == "scan":
             return self._scan(eqn, kinds)
         if name == "while":
@@ -121,6 +127,8 @@ class Follow:
         if axis is not None:
             return Rows(axis)
         if name == "dot_general":
+            if all(_over_rows(kind) for kind in kinds):
+                return Uneven(eqn)
             return shapes.dot_over_rows(eqn, kinds) or Met(eqn)
         return shapes.rearranged(eqn, kinds) or Met(eqn)
 
@@ -145,23 +153,28 @@ class Follow:
         name, first = eqn.primitive.name, kinds[0]
         if name in _LINEAR:
             return first
+        if name == "square" or (name == "integer_pow" and eqn.params["y"] == 2):
+            return Uneven(eqn) if _over_rows(first) else None
         if len(kinds) != 2:
             return None
         other = kinds[1]
-        number = other.number if isinstance(other, Free) else None
-        if name in ("add", "sub", "add_any"):
-            if type(first) is type(other):
-                return first if first == other else None
-            averages = [k for k in kinds if isinstance(k, Average) and not k.devices]
-            return averages[0] if averages and _any_free(kinds) else None
-        if name == "max" and isinstance(first, Sum) and first.mask:
-            return first if number is not None and number <= 1 else None  # no 0/0
+        if name in _ADDITIONS and type(first) is type(other):
+            return first if first == other else None
+        if name in _ADDITIONS or name == "max":
+            return _with_number(name, kinds)
         if name == "mul" and _any_free(kinds):
             return _unmasked(other if isinstance(first, Free) else first)
-        if name != "div":
+        if name == "mul" and _over_rows(first) and _over_rows(other):
+            return Uneven(eqn)
+        return self._quotient(eqn, first, other) if name == "div" else None
+
+    def _quotient(self, eqn: Any, first: Kind, other: Kind) -> Kind | None:
+        """A sum or a mean over the rows, divided."""
+        number = other.number if isinstance(other, Free) else None
+        if isinstance(first, Sum) and isinstance(other, Sum):
+            return Average(masked=True) if other.mask else Uneven(eqn)
+        if isinstance(first, Sum) and first.raised:
             return None
-        if isinstance(first, Sum) and isinstance(other, Sum) and other.mask:
-            return Average(masked=True)
         if isinstance(first, Sum) and number is not None:
             is_size = number > 0 and number % self.rows == 0
             if is_size and first.size % number == 0:
@@ -184,7 +197,9 @@ class Follow:
         size = shapes.product(shape[axis] for axis in axes)
         if isinstance(kind, Rows):
             return Sum(size, mask=kind.mask)
-        return Sum(kind.size * size) if isinstance(kind, Sum) else kind
+        if isinstance(kind, Sum):
+            return dataclasses.replace(kind, size=kind.size * size, mask=False)
+        return kind
 
     def _collective(self, eqn: Any, kind: Kind) -> Kind:
         """Over the devices: what all rows went into is the same everywhere."""
@@ -197,7 +212,7 @@ class Follow:
             return Met(eqn)
         if eqn.primitive.name == "all_gather":
             return everywhere if isinstance(kind, Rows) else Met(eqn)
-        if isinstance(kind, Sum):
+        if isinstance(kind, Sum) and not kind.raised:
             return everywhere
         if isinstance(kind, Average) and not kind.masked:
             return Average(devices=True)
@@ -249,6 +264,8 @@ def _join(eqn: Any, kinds: Sequence[Kind]) -> Kind:
     for kind in kinds:
         if isinstance(kind, Met):
             return kind
+    if uneven := _uneven(kinds):
+        return uneven
     if all(isinstance(kind, Free) for kind in kinds):
         return Free(frozenset().union(*(k.varies for k in kinds)))  # pyright: ignore
     rows = shapes.common_rows(kinds)
@@ -260,7 +277,19 @@ def _number(value: Any) -> float | None:
 
 
 def _called(eqn: Any, kind: Kind) -> Kind:
-    return dataclasses.replace(kind, caller=eqn) if isinstance(kind, Met) else kind
+    met = isinstance(kind, (Met, Uneven))
+    return dataclasses.replace(kind, caller=eqn) if met else kind
+
+
+def _uneven(kinds: Sequence[Kind]) -> Uneven | None:
+    return next((kind for kind in kinds if isinstance(kind, Uneven)), None)
+
+
+def _over_rows(kind: Kind) -> bool:
+    """Whether it is a sum or a mean over the rows of one shard, and no count."""
+    if isinstance(kind, Average):
+        return not kind.devices
+    return isinstance(kind, Sum) and not kind.mask
 
 
 def _any_free(kinds: Sequence[Kind]) -> bool:
@@ -269,4 +298,21 @@ def _any_free(kinds: Sequence[Kind]) -> bool:
 
 def _unmasked(kind: Kind) -> Kind:
     """A multiple of a sum is a sum, but no longer that of the mask."""
-    return Sum(kind.size) if isinstance(kind, Sum) else kind
+    return dataclasses.replace(kind, mask=False) if isinstance(kind, Sum) else kind
+
+
+def _with_number(name: str, kinds: Sequence[Kind]) -> Kind | None:
+    """A sum or a mean over the rows to which a number is added, or with a least one."""
+    if not _any_free(kinds):
+        return None
+    known, free = kinds if isinstance(kinds[1], Free) else kinds[::-1]
+    number = free.number if isinstance(free, Free) else None
+    if isinstance(known, Sum):
+        if number is not None and abs(number) <= _TINY:
+            return known
+        if name != "max":
+            return None
+        kept = known.mask and number is not None and number <= 1  # 0 / 1 for 0 / 0
+        return dataclasses.replace(known, mask=kept, raised=True)
+    added = isinstance(known, Average) and not known.devices and name != "max"
+    return known if added else None

@@ -38,10 +38,13 @@ class Sum:
     Attributes:
         size: how many numbers were added up in each entry.
         mask: whether it is the sum of the mask.
+        raised: whether it has a least value, as by `jnp.maximum(count, 1)`, so that the
+            sums of two shards no longer add up.
     """
 
     size: int
     mask: bool = False
+    raised: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,28 @@ class Average:
 
 
 @dataclasses.dataclass(frozen=True)
+class Uneven:
+    """Two sums or means over all rows, multiplied or divided.
+
+    A mean over the tokens that count is one, or the balance of experts. The mean of
+    what two shards give is not that of all rows, but the rows of the first batch need
+    not show it: their counts may be equal, or the difference small.
+
+    Attributes:
+        eqn: the product or the quotient.
+        caller: the call that it is in, as in `Met`.
+    """
+
+    eqn: Any
+    caller: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RaisedCount:
+    """The count of a `Mean`, with a least value in every shard."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Met:
     """Rows meet in it, or it could not be seen that they do not.
 
@@ -71,4 +96,4 @@ class Met:
     caller: Any = None
 
 
-Kind = Free | Rows | Sum | Average | Met
+Kind = Free | Rows | Sum | Average | Uneven | RaisedCount | Met

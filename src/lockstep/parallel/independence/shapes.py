@@ -4,7 +4,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.parallel.independence.kinds import Average, Free, Kind, Met, Rows, Sum
+from lockstep.parallel.independence.kinds import (
+    Average,
+    Free,
+    Kind,
+    Met,
+    Rows,
+    Sum,
+    Uneven,
+)
 
 product = math.prod
 
@@ -74,7 +82,7 @@ def rearranged(eqn: Any, kinds: Sequence[Kind]) -> Kind | None:
     arrays = kinds[:1] if eqn.primitive.name == "dynamic_slice" else kinds
     first = arrays[0]
     same = all(kind == first for kind in arrays)
-    return first if same and isinstance(first, (Sum, Average)) else None
+    return first if same and isinstance(first, (Sum, Average, Uneven)) else None
 
 
 def moved_rows(eqn: Any, kinds: Sequence[Kind], rows: int) -> int | None:

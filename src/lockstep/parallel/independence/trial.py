@@ -119,7 +119,8 @@ class Trial:
     def _other_rows(self, turn: int) -> Any:
         """The rows, each with floats of another size; a mask leaves the last one out.
 
-        Rows that are all alike, or all count, would not show that they meet.
+        One of tokens leaves some of each row out. Rows that are all alike, or all
+        count, would not show that they meet.
         """
         factors = np.random.default_rng(turn).uniform(0.5, 2.0, self._rows)
         if turn == 0:
@@ -132,8 +133,8 @@ class Trial:
                 spread = np.reshape(factors, (-1,) + (1,) * (x.ndim - 1))
                 x = (x * spread).astype(x.dtype)
             named = _MASK_NAME.search(jax.tree_util.keystr(path))
-            if x.ndim == 1 and len(x) > 2 and (named or (x == 1).all()):
-                x = np.where(np.arange(len(x)) < len(x) - 1, x, 0).astype(x.dtype)
+            if len(x) > 2 and (named or (x == 1).all()):
+                x = np.where(_counting(x.shape), x, 0).astype(x.dtype)
             return x
 
         batch = self._batch
@@ -148,8 +149,10 @@ class Trial:
         for name in whole:
             one = float(whole[name][-1])
             *each, two = np.asarray(parts[name], np.float64)
-            size = np.abs([one, two, *each]).max()
-            if np.isfinite(size) and abs(one - two) > self._tolerance * size:
+            if not np.isfinite(one):
+                continue
+            size = np.abs([x for x in (one, two, *each) if np.isfinite(x)]).max()
+            if not abs(one - two) <= self._tolerance * size:  # or NaN, as of 0 / 0
                 found[name] = one, float(two)
         return found
 
@@ -191,6 +194,19 @@ def _first_rows(leaf: Any, rows: int) -> Any:
         if words
         else taken
     )
+
+
+def _counting(shape: tuple[int, ...]) -> np.ndarray:
+    """Which entries of a mask count: all rows but the last, or other shares of each.
+
+    The first entry of each row stays, for a softmax of nothing is no number.
+    """
+    if len(shape) == 1:
+        return np.arange(shape[0]) < shape[0] - 1
+    shares = np.linspace(0.3, 0.9, shape[0]).reshape(-1, *(1 for _ in shape[1:]))
+    kept = np.random.default_rng(0).uniform(size=shape) < shares
+    kept[..., 0] = True
+    return kept
 
 
 def _tolerance(state: Any) -> float:
