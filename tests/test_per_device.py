@@ -132,7 +132,8 @@ def test_a_raw_key_is_known_by_its_use_under_any_name(mesh_of, wrap):
         np.testing.assert_array_equal(tables[i], [1, 3])  # numbers are no key
 
 
-def test_a_raw_key_in_the_state_must_not_draw_the_same_on_all_devices(mesh_of):
+@pytest.mark.parametrize("make", [jax.random.PRNGKey, jax.random.key])
+def test_a_key_in_the_state_must_not_draw_the_same_on_all_devices(make, mesh_of):
     def step(fold):
         def run(s, x):
             new, key = jax.random.split(s["r"])
@@ -141,21 +142,36 @@ def test_a_raw_key_in_the_state_must_not_draw_the_same_on_all_devices(mesh_of):
 
         return per_device(lambda s, x: (run(s, x), {}), mesh_of(4))
 
-    state, x = {"w": 0.0, "r": jax.random.PRNGKey(0)}, np.ones(8, np.float32)
+    state, x = {"w": 0.0, "r": make(0)}, np.ones(8, np.float32)
     with pytest.raises(ValueError, match=r"s\['r'\] is a random key inside the state"):
         step(lambda key: key)(state, x)
     by_device = lambda key: jax.random.fold_in(key, jax.lax.axis_index("data"))  # noqa: E731
     step(by_device)(state, x)
 
 
-def test_a_wrong_number_of_keys_and_keys_in_the_state_are_refused(mesh_of):
+def test_an_optimizer_may_draw_the_same_noise_on_all_devices(mesh_of):
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(0))
+    optimizer = optax.chain(noise, optax.sgd(0.1))
+
+    def step(state, x):
+        w, inner = state
+        grad = jax.lax.pmean(x.mean(), "data")
+        update, inner = optimizer.update(grad, inner, w)
+        return (optax.apply_updates(w, update), inner), {}
+
+    w, x = np.float32(0), np.arange(8, dtype=np.float32)
+    found = [
+        per_device(step, mesh_of(n))((w, optimizer.init(w)), x)[0][0] for n in (1, 4)
+    ]
+    assert float(found[0]) == pytest.approx(float(found[1]), rel=1e-6)
+
+
+def test_a_wrong_number_of_keys_is_refused(mesh_of):
     step = per_device(lambda w, x, key: (w, x), mesh_of(4))
     with pytest.raises(
         ValueError, match=r"key holds keys of shape \(3,\); give one key"
     ):
         step(0.0, np.ones(4, np.float32), jax.random.split(jax.random.key(0), 3))
-    with pytest.raises(ValueError, match=r"w\['k'\] is a random key inside the state"):
-        step({"k": jax.random.key(0)}, np.ones(4, np.float32), jax.random.key(0))
 
 
 def test_a_step_that_reduces_nothing_is_refused_before_it_runs(mesh_of):

@@ -97,15 +97,21 @@ def draws_equally(
     keys: Sequence[bool],
     axis_name: str,
 ) -> bool:
-    """Whether devices draw the same random numbers, from the inputs that are `keys`."""
+    """Whether devices draw the same random numbers for other rows, from the `keys`.
+
+    Numbers that meet nothing that differs are to be the same, as the noise is that an
+    optimizer adds to averaged gradients.
+    """
     draws = varying_equations(closed_jaxpr, varies, axis_name)
     from_keys = varying_equations(closed_jaxpr, keys, "")  # no axis: plain dependence
     if len(draws) != len(from_keys):  # a loop whose trips vary hides its equations
         return False
-    return any(
-        eqn.primitive.name in _DRAWS and any(depends) and not any(differs)
+    both = [
+        (eqn.primitive.name in _DRAWS and any(depends), any(depends), any(differs))
         for (eqn, differs), (_, depends) in zip(draws, from_keys, strict=True)
-    )
+    ]
+    equal = any(draw and not differs for draw, _, differs in both)
+    return equal and any(depends and differs for _, depends, differs in both)
 
 
 def reduces_over(closed_jaxpr: core.ClosedJaxpr, axis_name: str) -> bool:

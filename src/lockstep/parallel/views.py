@@ -93,16 +93,9 @@ class DeviceView:
         if i in self.batch_argnums:
             return jax.tree.map(lambda x: split if x.shape else whole, arg)
         if i == self.state_argnum:
-            self._refuse_keys(arg)
             return state_specs(arg, self.axis_name)
         mapped = self._mapped_keys(i, arg)
         return jax.tree.map(lambda x, m: split if m else whole, arg, mapped)
-
-    def _refuse_keys(self, state: Any) -> None:
-        """A key in the state is the same on all devices, and so are its draws."""
-        for path, leaf in named_leaves(state, self.names[self.state_argnum or 0]):
-            if not self.owns_keys and is_key(leaf):
-                raise _key_in_state(path)
 
     def _mapped_keys(self, i: int, arg: Any) -> Any:
         """For each leaf: is it an array of keys, one a device?"""
@@ -174,13 +167,17 @@ class DeviceView:
     def _fold_raw_keys(
         self, jaxpr: Any, args: tuple[Any, ...], leaves: list[Any], varies: list[bool]
     ) -> tuple[list[Any], list[bool]]:
-        """Fold the raw keys that have another name: what the step draws from."""
+        """Fold the raw keys that have another name: what the step draws from.
+
+        A key in the state stays as it is; the step may fold it by itself.
+        """
         if self.owns_keys:
             return leaves, varies
         index = jax.lax.axis_index(self.axis_name)
         owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         leaves, folded = list(leaves), list(varies)
         for j, used in enumerate(used_as_keys(jaxpr)):
+            used = used or (owners[j] == self.state_argnum and is_key(leaves[j]))
             if not used or varies[j] or owners[j] in self.batch_argnums:
                 continue
             if owners[j] != self.state_argnum:
@@ -279,7 +276,8 @@ def _key_in_state(path: str) -> ValueError:
     return ValueError(
         f"{path} is a random key inside the state, equal on all devices: every device "
         "would draw the same numbers. Give the key as a further argument of the step "
-        "(it is folded with the device's number), or use parallelize"
+        "(it is folded with the device's number), fold it before you draw "
+        "(jax.random.fold_in(key, lax.axis_index(axis_name))), or use parallelize"
     )
 
 

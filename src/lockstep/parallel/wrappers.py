@@ -92,7 +92,8 @@ def per_device(
         max_compiles: as in `parallelize`.
 
     Raises:
-        ValueError: a step that averages nothing, a wrong axis name, keys in the state.
+        ValueError: a step that averages nothing, a wrong axis name, equal draws on
+            all devices from a key in the state.
         ReplicaMismatch: after the first step, when the replicas of the state differ.
 
     Example:
