@@ -170,7 +170,7 @@ class TestCompatPmap:
     def stacked(self):
         return {"scale": np.full(4, 1.5, np.float32)}
 
-    def test_a_bad_row_on_one_device(self):
+    def test_a_bad_row_on_one_device(self, caplog):
         mapped = self.mapped()
         x = np.arange(1, 13, dtype=np.float32).reshape(4, 3)
         w, _ = mapped(self.stacked(), {"x": x})
@@ -181,6 +181,7 @@ class TestCompatPmap:
         assert "device_step is not finite at step 2" in text
         assert "device 2 (process 0), batch row 1: makes it" in text
         assert 'in loss_of: logs = jnp.log(x * w["scale"])' in text
+        assert "compiling again" not in caplog.text  # to look for the row is no compile
 
     def test_a_bad_row_in_the_batch_and_the_replay(self):
         x = np.ones((4, 3), np.float32)

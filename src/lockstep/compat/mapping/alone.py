@@ -62,7 +62,8 @@ class Alone:
             )
             self._programs[device] = Programs(lambda: self._fun, one)
         programs = self._programs[device]
-        return programs.use(self._fun, lambda run, x: run(x), args, kwargs)
+        with programs.records.compiles.paused():  # these are no compiles of the run
+            return programs.use(self._fun, lambda run, x: run(x), args, kwargs)
 
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
