@@ -345,6 +345,10 @@ UNEVEN = {
     "a product of means": balanced,
     "products in a scan": in_layers,
     "a square of means": lambda p, b: ((b["x"] @ p["w"]).mean(0) ** 2).sum(),
+    "an entropy of means": lambda p, b: (
+        losses_of(p, b).mean()
+        - 1e-4 * jnp.log(jax.nn.softmax(b["x"] @ p["w"]).mean(0)).mean()
+    ),
     "a dot product of means": lambda p, b: (
         (b["x"] @ p["w"]).mean(0) @ jnp.tanh(b["x"] @ p["w"]).mean(0)
     ),
@@ -355,7 +359,7 @@ UNEVEN = {
 def test_uneven_parts_are_seen_without_a_run(loss, mesh_of, monkeypatch):
     """The rows at hand may all count, and those of a later batch not."""
     monkeypatch.delattr(Trial, "gaps")
-    with pytest.raises(ValueError, match=r"no mean of indep.*: a (sum div|product)"):
+    with pytest.raises(ValueError, match=r"no mean of indep.*(a sum div|a prod|bends)"):
         call(loss, mesh_of(4))
 
 

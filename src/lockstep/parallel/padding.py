@@ -23,7 +23,7 @@ _CURE = (
     "its sum (over all devices), not by the number of rows; return one loss a row or "
     "Mean.of(values, mask) from the loss of make_train_step; give the mask to layers "
     "where rows meet (BatchNorm, in-batch negatives); or use remainder='drop', or "
-    "'unsplit', which is exact for any step"
+    "in the global view 'unsplit', which is exact for any step"
 )
 
 

@@ -31,6 +31,13 @@ from lockstep.placement import MaskedBatch
 from lockstep.source_lines import source_line
 from lockstep.step.rows import open_batch
 
+_WHY_UNEVEN = {
+    "div": ": a sum divided by a sum, and devices whose divisors differ would weigh "
+    "alike (a mean of means)",
+    "mul": ": a product of means, and the means of each device are others",
+}
+_WHY_BENT = ": it bends a mean over the rows, and the means of each device are others"
+
 
 class RowsCheck:
     """The check for one step; `done` after its first call."""
@@ -140,13 +147,7 @@ def _describe(name: str, kind: Kind) -> str:
         where = f" (rows meet in `{kind.eqn.primitive.name}`"
         where += f" at {line})" if line else ")"
     if isinstance(kind, Uneven):
-        divided = kind.eqn.primitive.name == "div"
-        where += (
-            ": a sum divided by a sum, and devices whose divisors differ would weigh "
-            "alike (a mean of means)"
-            if divided
-            else ": a product of means, and the means of each device are others"
-        )
+        where += _WHY_UNEVEN.get(kind.eqn.primitive.name, _WHY_BENT)
     return f"{what} is no mean of independent rows{where}"
 
 

@@ -45,6 +45,10 @@ _CALLS = set(
     custom_vjp_call custom_vjp_call_jaxpr""".split()
 )
 _ADDITIONS = {"add", "sub", "add_any"}
+_BENT = set(
+    """abs cos erf exp exp2 expm1 log log1p logistic rsqrt sin sqrt square tanh
+    integer_pow""".split()
+)
 _ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
 _TINY = 1e-6  # what is added against a division by zero and changes nothing else
 
@@ -153,7 +157,7 @@ class Follow:
         name, first = eqn.primitive.name, kinds[0]
         if name in _LINEAR:
             return first
-        if name == "square" or (name == "integer_pow" and eqn.params["y"] == 2):
+        if name in _BENT and eqn.params.get("y") not in (0, 1):
             return Uneven(eqn) if _over_rows(first) else None
         if len(kinds) != 2:
             return None
@@ -171,8 +175,10 @@ class Follow:
     def _quotient(self, eqn: Any, first: Kind, other: Kind) -> Kind | None:
         """A sum or a mean over the rows, divided."""
         number = other.number if isinstance(other, Free) else None
-        if isinstance(first, Sum) and isinstance(other, Sum):
-            return Average(masked=True) if other.mask else Uneven(eqn)
+        if isinstance(first, Sum) and isinstance(other, Sum) and other.mask:
+            return Average(masked=True)
+        if _over_rows(other):
+            return None if isinstance(first, Uneven) else Uneven(eqn)
         if isinstance(first, Sum) and first.raised:
             return None
         if isinstance(first, Sum) and number is not None:

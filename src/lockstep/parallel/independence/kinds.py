@@ -62,14 +62,14 @@ class Average:
 
 @dataclasses.dataclass(frozen=True)
 class Uneven:
-    """Two sums or means over all rows, multiplied or divided.
+    """Sums or means over all rows, multiplied, divided or in another bent function.
 
     A mean over the tokens that count is one, or the balance of experts. The mean of
     what two shards give is not that of all rows, but the rows of the first batch need
     not show it: their counts may be equal, or the difference small.
 
     Attributes:
-        eqn: the product or the quotient.
+        eqn: the product, the quotient or the function.
         caller: the call that it is in, as in `Met`.
     """
 
