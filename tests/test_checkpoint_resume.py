@@ -15,6 +15,7 @@ import lockstep as ls
 from lockstep import notices
 
 ROWS = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+BATCH = {"x": ROWS, "id": np.arange(40)}
 OPTIMIZER = optax.adam(0.1)
 
 
@@ -45,14 +46,14 @@ def train_step(state, batch, key):
 def arrays(seed=1, mesh=None, **size):
     """40 rows in another order each epoch; 5 batches of 8."""
     size = size or {"global_batch_size": 8}
-    source = {"x": ROWS, "id": np.arange(40)}
-    return ls.data.batches(source, seed=seed, mesh=mesh, **size)
+    return ls.data.batches(BATCH, seed=seed, mesh=mesh, **size)
 
 
 def hosts(rows=8):
     """The same rows as a list of batches, in their order."""
-    parts = [slice(i, i + rows) for i in range(0, 40, rows)]
-    return [{"x": ROWS[part], "id": np.arange(40)[part]} for part in parts]
+    return [
+        {name: x[i : i + rows] for name, x in BATCH.items()} for i in range(0, 40, rows)
+    ]
 
 
 class Loader:
@@ -163,6 +164,35 @@ class TestFiveAndFiveAreTen:
         assert sum((piece.ids for piece in pieces), []) == straight.ids
         assert [len(ids) for ids in straight.ids] == [16, 16, 8, 16, 16, 8, 16]
         assert_bits(pieces[-1].state, straight.state)
+
+    @pytest.mark.parametrize("options", [{}, {"axis_name": "data"}])
+    @pytest.mark.parametrize(
+        "batches", [lambda: arrays(global_batch_size=16), lambda: hosts(16)]
+    )
+    def test_right_before_a_padded_batch(self, tmp_path, mesh_of, options, batches):
+        """It is padded as in the run that did not stop, so draws and sums agree."""
+
+        def loss(params, batch, key):
+            noise = jax.random.bernoulli(key, 0.8, batch["x"].shape)
+            return (batch["x"] * noise @ params["w"] - 1) ** 2
+
+        def fit(name, steps):
+            step = ls.make_train_step(loss, OPTIMIZER, **options)
+            trainer = ls.Trainer(
+                step,
+                mesh=mesh_of(8),
+                checkpoints=ls.Checkpointer(tmp_path / name),
+                remainder="pad",
+                max_compiles=1,
+            )
+            state = step.init({"w": jnp.ones(3)}, key=jax.random.key(0))
+            return trainer.fit(state, batches(), steps=steps)
+
+        straight = fit("a", 6)
+        fit("b", 2)
+        kept = fit("b", 6)
+        assert_bits(kept.params, straight.params)
+        assert_bits(kept.opt_state, straight.opt_state)
 
     def test_after_the_body_of_a_loop_left_it(self, tmp_path, mesh_of):
         straight = Run(tmp_path / "a", mesh_of(2)).fit(arrays(), steps=6)

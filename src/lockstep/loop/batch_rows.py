@@ -14,20 +14,23 @@ class BatchRows:
         >>> rows.see([np.zeros(16), np.zeros(9)], starts_epoch=True)
         >>> rows.count
         16
+
+    Attributes:
+        most: the most rows that a batch had, padding included.
     """
 
     def __init__(self, batches: Any, remainder: str) -> None:
         plan = getattr(batches, "plan", None)  # data.batches knows beforehand
         self._planned: int | None = getattr(plan, "global_rows", None)
         self._exact = remainder != "pad"
-        self._most = 0
+        self.most = 0
         self._wanted: int | None = None
         self._short = 0
 
     @property
     def count(self) -> int:
         """Rows of a full batch, as far as it is known."""
-        return self._planned or self._most
+        return self._planned or self.most
 
     def want(self, rows: int) -> None:
         """Refuse batches of other sizes from now on; a short last one is no other.
@@ -48,7 +51,7 @@ class BatchRows:
         self._short = 0 if starts_epoch else self._short
         for batch in group:
             rows = rows_of(batch)
-            self._most = max(self._most, rows)
+            self.most = max(self.most, rows)
             if self._wanted is not None:
                 # Only the last batch of an epoch may be short: no other follows it.
                 if rows > self._wanted or self._short:

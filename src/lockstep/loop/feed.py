@@ -93,6 +93,7 @@ class Feed:
             "steps": self.done,
             "epoch": self._epoch,
             "batches": self._in_epoch,
+            "rows": self.rows.most,
             "source": position.encode(state),
             "kind": self.kind,
         }

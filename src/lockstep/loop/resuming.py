@@ -76,10 +76,16 @@ class Resuming:
         if feed.is_complete or feed.done == feed.total:
             _log.warning("all %s steps were done: nothing to train", feed.done)
         elif saved.plan is not None:
-            policy = KEEP if saved.plan.fixed_shards else self._checkpoints.policy
+            self._keep_rows(trainer, feed, saved.plan)
+        if saved.plan is not None and saved.position is not None:
             now = self.plan(trainer, feed)
-            if policy is not None:
-                feed.rows.want(_rows_to_keep(saved.plan, now, policy))
+            trainer.parallel.pad_to(_padded_rows(saved.plan, saved.position, now))
+
+    def _keep_rows(self, trainer: Any, feed: Feed, saved: Plan) -> None:
+        """Refuse batches of other sizes than the policy asks for."""
+        policy = KEEP if saved.fixed_shards else self._checkpoints.policy
+        if policy is not None:
+            feed.rows.want(_rows_to_keep(saved, self.plan(trainer, feed), policy))
 
     def plan(self, trainer: Any, feed: Feed) -> Plan:
         """How this run cuts its batches."""
@@ -118,6 +124,18 @@ def _rows_to_keep(old: Plan, now: Plan, policy: str) -> int:
     change = replan(old, now.devices, policy)
     _log.warning("saved as %s; from here on\n%s", old, change.describe())
     return change.new.rows
+
+
+def _padded_rows(old: Plan, position: dict[str, Any], now: Plan) -> int:
+    """The rows that short batches were padded to before the stop.
+
+    A short batch may be the first one after it. It has to get the shape that it had in
+    the run that did not stop: sums and random masks depend on it, and so does whether
+    the step is compiled again.
+    """
+    rows = now.rows or old.rows  # a list does not know its rows yet
+    padded = position.get("rows", rows)
+    return padded if rows == old.rows and padded % now.devices == 0 else rows
 
 
 def _check_state_key(restored: Any, given: Any, path: Path) -> None:

@@ -101,6 +101,10 @@ class Placer:
             self.dropped_rows += shares.total - kept
         return placed
 
+    def pad_to(self, rows: int) -> None:
+        """Pad short batches to so many rows, as an earlier process did."""
+        self._most_rows = max(self._most_rows, rows)
+
     def other(self, argument: Any, name: str) -> Any:
         """A replicated argument: a key, a learning rate, a teacher's parameters."""
         leaves = jax.tree.leaves(argument)

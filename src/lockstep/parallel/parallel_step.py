@@ -197,11 +197,12 @@ class ParallelStep:
         return making.make_state(make, args, self.mesh, self._carrier)
 
     def place_batch(self, batch: Any, **agreed: Any) -> Any:
-        """One batch on the mesh, by the step's `remainder` (`None`: all dropped).
-
-        What processes have `agreed` on goes to `placement.place_batch`.
-        """
+        """One batch on the mesh (`None`: all dropped); see `Placer.batch`."""
         return self._placer.batch(batch, **agreed)
+
+    def pad_to(self, rows: int) -> None:
+        """Under `remainder="pad"`, give every batch so many rows or more."""
+        self._placer.pad_to(rows)
 
     @property
     def layout(self) -> placement.Layout:
