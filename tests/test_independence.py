@@ -116,6 +116,19 @@ def test_a_mask_that_is_left_out(mesh_of):
         call(lambda p, b: losses_of(p, b).mean(), mesh_of(4), batch)
 
 
+def test_weights_that_are_fractions(mesh_of):
+    def loss(params, batch):
+        weights = batch["mask"]
+        total = jnp.sum(losses_of(params, batch) * weights)
+        return total / jnp.maximum(weights.sum(), 1.0)
+
+    mesh, draw = mesh_of(8), np.random.default_rng(1)
+    call(loss, mesh, BATCH | {"mask": (np.arange(16) % 3 > 0).astype(np.float32)})
+    weights = draw.uniform(0, 0.5, 16).astype(np.float32)
+    with pytest.raises(ValueError, match="is no mean of independent rows|weigh"):
+        call(loss, mesh, BATCH | {"mask": weights})
+
+
 def test_a_second_try_is_refused_as_well(mesh_of):
     step = ls.make_train_step(negatives, optax.sgd(0.1), axis_name="data")
     run, state = ls.per_device(step, mesh_of(4)), step.init(start())

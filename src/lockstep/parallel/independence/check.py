@@ -9,6 +9,7 @@ tokens of one device) is refused before it trains on something else.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from lockstep import placement
 from lockstep.distributed import session
@@ -122,7 +123,8 @@ class RowsCheck:
             values, axis_env=environment, return_shape=True
         )(*args)
         masked = isinstance(batch, MaskedBatch) or _own_mask(opened, fn.mask)
-        follow = Follow(rows, axis, mesh.shape[axis])
+        least = 1.0 if _has_whole_mask(batch, fn.mask) else 0.0
+        follow = Follow(rows, axis, mesh.shape[axis], least)
         kinds = follow(traced.jaxpr, _inputs(args, fn.mask))
         outputs = jax.tree.unflatten(jax.tree.structure(shapes), kinds)
         odd = [_odd(value, masked, rows) for value in outputs]
@@ -170,6 +172,15 @@ def _with_rows(batch: Any, rows: int) -> Any:
 
 def _own_mask(data: Any, name: str | None) -> bool:
     return isinstance(data, dict) and name in data and len(data[name].shape) == 1
+
+
+def _has_whole_mask(batch: Any, name: str | None) -> bool:
+    """Whether the user's own mask holds whole numbers; weights may be fractions."""
+    data = batch.data if isinstance(batch, MaskedBatch) else batch
+    mask = data[name] if isinstance(data, dict) and name in data else None
+    if mask is None or not jnp.issubdtype(mask.dtype, jnp.floating):
+        return True
+    return bool(jnp.all(mask == jnp.round(mask)))
 
 
 def _inputs(args: tuple[Any, ...], mask_name: str | None) -> list[Kind]:

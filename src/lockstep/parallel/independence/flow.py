@@ -61,11 +61,13 @@ class Follow:
         rows: how many rows the shard has.
         axis_name: the mesh axis of the devices.
         devices: their number.
+        least: what the mask sums up to at least, unless it is 0: 1 for whole numbers.
     """
 
     rows: int
     axis_name: str
     devices: int
+    least: float = 1.0
 
     def __call__(self, jaxpr: core.Jaxpr, kinds: Sequence[Kind]) -> list[Kind]:
         """The kinds of the outputs from those of the inputs."""
@@ -165,7 +167,7 @@ class Follow:
         if name in _ADDITIONS and type(first) is type(other):
             return first if first == other else None
         if name in _ADDITIONS or name == "max":
-            return _with_number(name, kinds)
+            return _with_number(name, kinds, self.least)
         if name == "mul" and _any_free(kinds):
             return _unmasked(other if isinstance(first, Free) else first)
         if name == "mul" and _over_rows(first) and _over_rows(other):
@@ -307,7 +309,7 @@ def _unmasked(kind: Kind) -> Kind:
     return dataclasses.replace(kind, mask=False) if isinstance(kind, Sum) else kind
 
 
-def _with_number(name: str, kinds: Sequence[Kind]) -> Kind | None:
+def _with_number(name: str, kinds: Sequence[Kind], least: float) -> Kind | None:
     """A sum or a mean over the rows to which a number is added, or with a least one."""
     if not _any_free(kinds):
         return None
@@ -318,7 +320,7 @@ def _with_number(name: str, kinds: Sequence[Kind]) -> Kind | None:
             return known
         if name != "max":
             return None
-        kept = known.mask and number is not None and number <= 1  # 0 / 1 for 0 / 0
+        kept = known.mask and number is not None and number <= least  # for 0 / 0
         return dataclasses.replace(known, mask=kept, raised=True)
     added = isinstance(known, Average) and not known.devices and name != "max"
     return known if added else None
