@@ -205,6 +205,22 @@ class TestTheStateLooksTheSame:
         assert float(metrics["loss"]) == pytest.approx(want, rel=1e-6)
         assert run.compiles.count == 1 and int(new.step) == 2
 
+    @pytest.mark.parametrize("sharding", [None, "data"])
+    def test_what_is_written_into_it_is_what_trains_on(self, mesh_of, sharding):
+        """As Optax's own way to set a learning rate does."""
+        adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+        step = make(adam, optimizer_sharding=sharding)
+        run, batch = per_device(step, mesh_of(2)), batches_of(1)[0]
+        state, _ = run(step.init(params_of()), batch)
+        before = jax.device_get(state.params)
+        assert state.carried_by(step) is not None  # looking changes nothing
+        state.params[0]["b"] = jnp.full(4, 3.0)
+        state.opt_state.hyperparams["learning_rate"] = jnp.zeros(())
+        state, _ = run(state, batch)
+        before[0]["b"] = np.full(4, 3.0)
+        jax.tree.map(np.testing.assert_array_equal, state.params, before)
+        assert state.carried_by(step) is not None and run.compiles.count == 1
+
     def test_another_step_takes_it(self, mesh_of):
         state, _ = train(make(), make().init(params_of()), batches_of(1), mesh_of(2))
         sgd, batch = optax.sgd(0.1), batches_of(1)[0]

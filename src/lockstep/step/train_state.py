@@ -5,6 +5,7 @@ dtypes; it can reuse the state's memory if no array is in the state twice.
 """
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -52,12 +53,27 @@ class TrainState:
         packed = {name: getattr(carried, name) for name in _PACKED}
         ready = {f.name: getattr(carried, f.name) for f in dataclasses.fields(cls)}
         ready = {name: ready[name] for name in ready if name not in packed}
-        vars(view).update(ready, _carried=carried, _owner=owner)
+        vars(view).update(ready, _carried=carried, _owner=owner, _shown={})
         return view
 
     def carried_by(self, owner: Any) -> "TrainState | None":
-        """What this state is a view over, if that step made it."""
-        return vars(self).get("_carried") if vars(self).get("_owner") is owner else None
+        """What this state is a view over, if that step made it and nobody changed it.
+
+        A tree that was shown is the user's, who may write into its dicts, as Optax does
+        with `opt_state.hyperparams["learning_rate"] = 1e-4`. The state is then an
+        ordinary one, with what was written.
+        """
+        if vars(self).get("_owner") is not owner or self._was_changed():
+            return None
+        return vars(self).get("_carried")
+
+    def _was_changed(self) -> bool:
+        """Whether a tree that was shown has other leaves, or has them elsewhere."""
+        for name, (leaves, structure) in vars(self).get("_shown", {}).items():
+            now, form = jax.tree.flatten(vars(self)[name])
+            if form != structure or any(map(operator.is_not, now, leaves)):
+                return True
+        return False
 
     def __getattr__(self, name: str) -> Any:
         """Unpack a tree at the first look."""
@@ -65,9 +81,11 @@ class TrainState:
         if carried is None or name not in _PACKED:
             raise AttributeError(f"TrainState has no attribute {name!r}")
         value = getattr(carried, name)
-        for path, leaf in tree.named_leaves(value, f"state.{name}"):
-            tree.check_leaf_alive(leaf, path)
-        return vars(self).setdefault(name, unpack(value))
+        for leaf in jax.tree.leaves(value):  # its paths are those of the vectors
+            tree.check_leaf_alive(leaf, f"state.{name}")
+        shown = vars(self).setdefault(name, unpack(value))
+        vars(self)["_shown"].setdefault(name, jax.tree.flatten(shown))
+        return shown
 
     def __reduce__(self) -> Any:
         """Copies and pickles are ordinary states."""
