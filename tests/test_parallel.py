@@ -15,7 +15,7 @@ from flax import nnx
 from same import assert_same
 
 from lockstep.parallel import as_parallel, parallelize, per_device
-from lockstep.placement import replicate, shard_batch
+from lockstep.placement import replicate, shard_batch, to_host
 from lockstep.step import make_train_step
 
 OPTIMIZER = optax.adam(1e-2)
@@ -147,6 +147,18 @@ def test_the_state_is_donated_and_the_callers_arrays_live(mesh_of):
     assert first[0]["w"].is_deleted() and not second[0]["w"].is_deleted()
     with pytest.raises(RuntimeError, match=r"state\[0\]\['v'\] was donated"):
         step(first, make_batches()[0])
+
+
+@pytest.mark.parametrize("read", [jax.device_get, to_host])
+def test_a_donated_state_that_was_read_before_is_refused(mesh_of, read):
+    """NumPy then holds the memory of one device, and JAX says the array is alive."""
+    run = parallelize(lambda state, batch: (state + batch.mean(), None), mesh_of(4))
+    state, _ = run(jnp.zeros(3), np.ones(8, np.float32))
+    seen = read(state)
+    run(state, np.ones(8, np.float32))
+    with pytest.raises(RuntimeError, match="state was donated to an earlier"):
+        run(state, np.ones(8, np.float32))
+    np.testing.assert_array_equal(seen, np.ones(3))
 
 
 def test_reusing_part_of_a_donated_state_is_named(mesh_of):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from lockstep.parallel.program import Program
+from lockstep.tree import is_gone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,9 @@ class LastCall:
                 if leaf.sharding is not where or leaf.is_deleted():
                     return False
         except AttributeError:  # a host value
+            return False
+        # A state is donated as a whole, so one look at its pieces is enough.
+        if leaves and is_gone(leaves[0]):
             return False
         if len(set(map(id, leaves))) < len(leaves):  # may be donated once only
             return False
