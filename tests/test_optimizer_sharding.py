@@ -53,6 +53,24 @@ def batches_of(count, n=16):
 ADAM = optax.adamw(1e-2, eps=1e-3)  # which does not blow up rounding
 
 
+def test_parameters_that_are_one_array(mesh_of):
+    """Every leaf of the state has their structure, and the counts are no moments."""
+
+    def rows(w, batch):
+        return ((batch["x"] @ w - batch["y"]) ** 2).mean(1)
+
+    found = {}
+    for sharding in (None, "data"):
+        step = make_train_step(
+            rows, ADAM, axis_name="data", optimizer_sharding=sharding
+        )
+        run, state = per_device(step, mesh_of(4)), step.init(jnp.ones((WIDE, 8)))
+        for batch in batches_of(3):
+            state, _ = run(state, batch)
+        found[sharding] = jax.device_get((state.params, state.opt_state))
+    assert_same(found["data"], found[None])
+
+
 def make(view, optimizer=ADAM, sharding="data", **options):
     axis = "data" if view == "device" else None
     return make_train_step(

@@ -57,6 +57,24 @@ class Packing:
         """How many leaves are in vectors."""
         return sum(len(slot) for slot in self.slots if len(slot) > 1)
 
+    def fits(self, tree: Any) -> bool:
+        """Whether a tree is like the one that is to be packed.
+
+        Where that is a single array, any other has its structure; those are like it
+        that have its shape, and are no counts.
+
+        Example:
+            >>> packing = Packing.of(jnp.ones(2))
+            >>> packing.fits(jnp.zeros(2)), packing.fits(jnp.zeros(()))
+            (True, False)
+        """
+        if jax.tree.structure(tree) != self.structure:
+            return False
+        if not jax.tree_util.treedef_is_leaf(self.structure):
+            return True
+        inexact = jnp.issubdtype(tree.dtype, jnp.inexact)
+        return inexact and tuple(tree.shape) == self.shapes[0]
+
     def pack(self, tree: Any) -> "Packed":
         """A tree of this form, packed; of one dtype in each slot.
 
@@ -123,13 +141,10 @@ def pack(trees: Any, packing: Packing) -> Any:
         (Array([1., 1., 0., 0.], dtype=float32),)
     """
 
-    def like(node: Any) -> bool:
-        return jax.tree.structure(node) == packing.structure
-
     def packed(node: Any) -> Any:
-        return packing.pack(node) if like(node) else node
+        return packing.pack(node) if packing.fits(node) else node
 
-    return jax.tree.map(packed, trees, is_leaf=like)
+    return jax.tree.map(packed, trees, is_leaf=packing.fits)
 
 
 def unpack(trees: Any) -> Any:

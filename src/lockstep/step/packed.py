@@ -150,13 +150,10 @@ def _form(optimizer: Any, params: Any, opt_state: Any, slots: dict[int, int]) ->
         return updates, new
 
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
-    structure = jax.tree.structure(params)
+    like = Packing.of(params).fits
 
     def leaves(role: str) -> list[Leaf | None]:
         return [Leaf(role, i, slots[i]) for i in range(len(shapes))]
-
-    def like(node: Any) -> bool:
-        return jax.tree.structure(node) == structure
 
     roles: list[Leaf | None] = []
     for i, node in enumerate(jax.tree.leaves(opt_state, is_leaf=like)):
