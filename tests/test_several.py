@@ -92,6 +92,11 @@ def test_compiles_one_more_program_and_runs_it(mesh_of):
     assert trainer.step == 24
 
 
+def test_the_steps_that_fill_no_call_compile_nothing(mesh_of):
+    _, _, trainer, _ = trained(mesh_of(2), "global", batches_of(14), count=4)
+    assert trainer.parallel.compiles.count == 2 and trainer.step == 14
+
+
 def test_callbacks_come_after_the_call_with_their_step(mesh_of):
     *_, lines = trained(mesh_of(2), "global", batches_of(8), count=4, epochs=2)
     # Steps 3, 6, 9, 12, 15: at the ends of the calls 1-4, 5-8, 9-12, 13-16.

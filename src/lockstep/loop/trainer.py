@@ -20,6 +20,7 @@ from lockstep.metrics import compute
 from lockstep.notices import say_once
 from lockstep.parallel import as_parallel
 from lockstep.transfers import NoTransfers
+from lockstep.tree import is_gone
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +170,7 @@ class Trainer:
         """
         if self._state is None:
             raise RuntimeError("no state yet: call fit(state, batches) or steps(...)")
-        if any(_is_deleted(leaf) for leaf in jax.tree.leaves(self._state)):
+        if any(_is_gone(leaf) for leaf in jax.tree.leaves(self._state)):
             raise RuntimeError(
                 f"the state after step {self.step} is gone: step {self.step + 1} took "
                 "over its memory and failed. Start again from a checkpoint, or make "
@@ -282,7 +283,7 @@ class Trainer:
     def _run_steps(self, batches: list[Any]) -> list[Any]:
         """Move the state by one step a batch; the metrics of each."""
         calls = [(b, *self._key_argument(i)) for i, b in enumerate(batches)]
-        if self._checked and len(calls) > 1:
+        if self._checked and len(calls) == self.steps_per_call > 1:
             self._state, metrics = self.parallel.several(self._state, calls)
             return metrics
         metrics = []
@@ -333,5 +334,5 @@ def _check_guard(transfer_guard: str | None) -> bool:
     return transfer_guard == "error"
 
 
-def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and is_gone(leaf)
