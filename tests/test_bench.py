@@ -1,5 +1,6 @@
 """`lockstep bench`: the same training by every contender, and honest arithmetic."""
 
+import dataclasses
 import json
 
 import jax
@@ -14,6 +15,7 @@ from lockstep.bench.contender import Contender
 from lockstep.bench.timing import Row, take_turns
 from lockstep.bench.workload import OwnStep, Workload
 from lockstep.parallel import as_parallel
+from lockstep.scale import measured as scale
 from lockstep.step import make_train_step
 
 
@@ -100,7 +102,7 @@ class TestContenders:
         step = as_parallel(make_train_step(loss, work.optimizer), mesh)
         state = step.fn.init(jax.tree.map(jnp.copy, work.params))
         state, _ = step(state, work.batch)
-        (params, _, _), metrics = handwritten.whole_batch(work)(
+        (params, *_), metrics = handwritten.whole_batch(work)(
             handwritten.start(work), work.batch
         )
         shards = jax.shard_map(
@@ -110,7 +112,7 @@ class TestContenders:
             out_specs=jax.P(),
             check_vma=False,
         )
-        (sharded, _, _), _ = jax.jit(shards)(handwritten.start(work), work.batch)
+        (sharded, *_), _ = jax.jit(shards)(handwritten.start(work), work.batch)
         for name in params:
             np.testing.assert_allclose(params[name], state.params[name], rtol=1e-6)
             np.testing.assert_allclose(sharded[name], params[name], rtol=1e-6)
@@ -122,6 +124,21 @@ class TestContenders:
             made.run(3)
             assert made.name == name
             made.run(1)
+
+    def test_a_loss_that_draws_and_has_a_value_a_row(self, mesh_of, caplog):
+        def rows(params, batch, key):
+            keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+            return (batch["x"] * keep @ params["w"] + params["b"] - batch["y"]) ** 2
+
+        work = dataclasses.replace(work_of(), loss=rows)
+        makers = compare.makers_for(work, mesh_of(2))
+        found = take_turns(makers, turns=2)
+        assert len(found) == 8 and "left out" not in caplog.text
+        assert scale.measure(work, turns=2).nbytes == 4 * 6  # 4 numbers, sum and count
+
+    def test_work_that_nothing_can_train(self, mesh_of):
+        with pytest.raises(ValueError, match="nothing can train this here"):
+            compare.compare(work_of(rows=15), mesh_of(2), turns=2)
 
     def test_a_step_of_ones_own(self, mesh_of):
         def step(state, batch):
@@ -166,6 +183,10 @@ class TestMakers:
     def test_unknown_forms_are_explained(self):
         with pytest.raises(ValueError, match="2 values: return"):
             workload.read((1, 2))
+
+    def test_another_order_is_explained(self):
+        with pytest.raises(ValueError, match="a function as the optimizer: return"):
+            workload.read((optax.sgd(0.1), loss, {}, {}))
 
     @pytest.mark.parametrize(
         ("where", "words"),

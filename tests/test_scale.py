@@ -66,6 +66,8 @@ class TestPrediction:
         [
             ({"hidden": 1.5}, "hidden=1.5"),
             ({"compute_s": 0}, "compute_s=0"),
+            ({"compute_s": float("nan")}, "compute_s=nan"),
+            ({"nbytes": float("inf")}, "nbytes=inf"),
             ({"sharding": "zero3"}, "zero3"),
         ],
     )

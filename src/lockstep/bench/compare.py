@@ -45,9 +45,15 @@ def compare(work: Workload | OwnStep, mesh: Mesh, *, turns: int = 10) -> list[Ro
 
     A contender that refuses it (an optimizer that cannot be sharded, a loss whose rows
     meet) is left out, and it is said why.
+
+    Raises:
+        ValueError: none of lockstep's is left.
     """
     makers = makers_for(work, mesh)
-    return take_turns(makers, turns=turns, memory=True, leave_out=True)
+    rows = take_turns(makers, turns=turns, memory=True, leave_out=True)
+    if not any(row.ours for row in rows):
+        raise ValueError("nothing can train this here: each of them said why")
+    return rows
 
 
 def describe(rows: list[Row], work: Workload | OwnStep, mesh: Mesh) -> str:

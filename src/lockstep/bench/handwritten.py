@@ -9,30 +9,37 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.bench.contender import Contender
 from lockstep.bench.workload import Workload
+from lockstep.metrics import Mean
+from lockstep.step.loss import Loss
 
 IN_FLIGHT = 2
 
 
 def whole_batch(work: Workload) -> Callable[..., Any]:
-    """The single-device step: `((params, opt_state, model_state), batch)`."""
-    return _step(work, work.loss, lambda tree: tree)
+    """The single-device step: `((params, opt_state, model_state, key), batch)`."""
+    return _step(work, work.loss, lambda tree: tree, lambda key: key)
 
 
 def one_shard(work: Workload) -> Callable[..., Any]:
     """The step of one device, which averages over the axis "data"."""
     loss = work.device_loss or work.loss
-    return _step(work, loss, lambda tree: lax.pmean(tree, "data"))
+
+    def own(key: Any) -> Any:
+        return jax.random.fold_in(key, lax.axis_index("data"))
+
+    return _step(work, loss, lambda tree: lax.pmean(tree, "data"), own)
 
 
 def start(work: Workload) -> Any:
     """A fresh state of the handwritten steps."""
-    return work.params, work.optimizer.init(work.params), work.model_state
+    return work.params, work.optimizer.init(work.params), work.model_state, work.key
 
 
 def jitted(work: Workload, mesh: Mesh) -> Contender:
@@ -71,23 +78,33 @@ def bounded(call: Callable[[], Any], steps: int) -> None:
     jax.block_until_ready(running)
 
 
-def _step(work: Workload, loss: Callable[..., Any], average: Callable[[Any], Any]):
-    def objective(params: Any, model_state: Any, batch: Any) -> Any:
-        if model_state is None:
-            value = loss(params, batch)
-            return value[0] if isinstance(value, tuple) else value, None
-        value, (_, model_state) = loss(params, model_state, batch)
-        return value, model_state
+def _step(
+    work: Workload,
+    loss: Callable[..., Any],
+    average: Callable[[Any], Any],
+    own: Callable[[Any], Any],
+) -> Callable[..., Any]:
+    call = Loss.read(loss, work.model_state is not None)
+
+    def objective(params: Any, model_state: Any, batch: Any, key: Any) -> Any:
+        value, _, model_state = call(params, model_state, batch, key)
+        if isinstance(value, Mean):
+            return value.total / value.count, model_state
+        return jnp.mean(value), model_state
 
     def step(state: Any, batch: Any) -> Any:
-        params, opt_state, model_state = state
+        params, opt_state, model_state, key = state
+        now = None
+        if key is not None:
+            key, now = jax.random.split(key)
+            now = own(now)
         (value, model_state), grads = jax.value_and_grad(objective, has_aux=True)(
-            params, model_state, batch
+            params, model_state, batch, now
         )
         value, model_state, grads = average((value, model_state, grads))
         updates, opt_state = work.optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return (params, opt_state, model_state), {"loss": value}
+        return (params, opt_state, model_state, key), {"loss": value}
 
     return step
 

@@ -49,7 +49,7 @@ def _made(work: Workload, options: dict[str, Any]) -> tuple[TrainStep, Any]:
     step = make_train_step(loss, work.optimizer, **options)
     # A copy: init takes the parameters over, and they are those of all contenders.
     params, model_state = jax.tree.map(jax.numpy.copy, (work.params, work.model_state))
-    return step, step.init(params, model_state=model_state)
+    return step, step.init(params, model_state=model_state, key=work.key)
 
 
 def _looped(name: str, step: ParallelStep, state: Any, work: Any) -> Contender:

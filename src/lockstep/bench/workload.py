@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from lockstep.step.loss import Loss
+
 FORM = (
     "return (loss, optimizer, params, batch), a lockstep.bench.workload.Workload, or "
     "(step, state, batch) for a step of your own"
@@ -21,9 +23,9 @@ class Workload:
     """A training to be timed.
 
     Attributes:
-        loss: `(params, batch) -> loss` or `(loss, metrics)`, or with `model_state`
-            `(params, model_state, batch) -> loss, (metrics, model_state)`; a scalar
-            loss. Device-view contenders call `device_loss` if there is one.
+        loss: in any form that `make_train_step` takes, with a model state if
+            `model_state` is given. Device-view contenders call `device_loss` if there
+            is one.
         optimizer: an optax optimizer.
         params: the parameters.
         batch: a global batch of NumPy arrays, `[B, ...]`.
@@ -37,6 +39,12 @@ class Workload:
     batch: Any
     model_state: Any = None
     device_loss: Callable[..., Any] | None = None
+
+    @property
+    def key(self) -> jax.Array | None:
+        """A first key, if the loss draws."""
+        takes_key = Loss.read(self.loss, self.model_state is not None).key is not None
+        return jax.random.key(0) if takes_key else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +81,11 @@ def read(made: Any) -> Workload | OwnStep:
     if isinstance(made, Workload | OwnStep):
         return made
     if isinstance(made, tuple) and len(made) == 4:
+        if not callable(made[0]) or not hasattr(made[1], "init"):
+            raise ValueError(
+                f"the maker returned a {type(made[0]).__name__} as the loss and a "
+                f"{type(made[1]).__name__} as the optimizer: {FORM}"
+            )
         return Workload(*made)
     if isinstance(made, tuple) and len(made) == 3:
         return OwnStep(*made)

@@ -52,11 +52,11 @@ def bench(
 
         try:
             work = workload.load(where)
+            mesh = make_mesh()
+            rows = compare.compare(work, mesh, turns=turns)
         except ValueError as error:
             typer.echo(f"lockstep bench: {error}", err=True)
             raise typer.Exit(2) from None
-        mesh = make_mesh()
-        rows = compare.compare(work, mesh, turns=turns)
         typer.echo(compare.describe(rows, work, mesh))
 
 
@@ -76,7 +76,9 @@ def scale(
     hidden: Annotated[
         float, typer.Option(help="Part of them that runs beside the backward pass.")
     ] = 0.0,
-    last: Annotated[int, typer.Option(help="Devices in the last line.")] = 16_384,
+    last: Annotated[
+        int, typer.Option(min=1, help="Double the devices up to so many.")
+    ] = 16_384,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
 ) -> None:
     """Predict the time of a step on up to 16,384 devices, at equal rows a device.

@@ -39,6 +39,6 @@ def _reduced_bytes(work: Workload) -> int:
         model_state=work.model_state is not None,
     )
     params, model_state = jax.tree.map(jax.numpy.copy, (work.params, work.model_state))
-    state = step.init(params, model_state=model_state)
+    state = step.init(params, model_state=model_state, key=work.key)
     found = collectives(per_device(step), state, work.batch)
     return sum(r.nbytes * r.rounds for r in found.rows if r.kind == "all-reduce")

@@ -47,7 +47,9 @@ class Training:
         Raises:
             ValueError: one is out of its range.
         """
-        if self.compute_s <= 0 or self.nbytes < 0 or self.messages < 1:
+        finite = math.isfinite(self.compute_s) and math.isfinite(self.nbytes)
+        positive = self.compute_s > 0 and self.nbytes >= 0 and self.messages >= 1
+        if not (finite and positive):
             raise ValueError(
                 f"compute_s={self.compute_s}, nbytes={self.nbytes}, messages="
                 f"{self.messages}: a step takes time, and sends what there is"
