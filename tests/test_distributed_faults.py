@@ -32,7 +32,9 @@ def launch(*arguments: str, options: tuple[str, ...] = (), processes: int = 2):
         pytest.param("kill", 0, 137, LOST, marks=full),
         ("early", 1, 70, EARLY),
         pytest.param("early", 0, 70, EARLY, marks=full),
-        pytest.param("exit", 1, 70, EARLY, marks=full),
+        pytest.param("exit", 1, 3, "left its program by sys.exit(3)", marks=full),
+        pytest.param("exit", 0, 3, "left its program by sys.exit(3)", marks=full),
+        pytest.param("checkpoints", 1, 1, "checkpoints= of the Trainer", marks=full),
         pytest.param("alone", 1, 70, ALONE, marks=full),
         pytest.param("terminate", 1, 143, "was ended by SIGTERM", marks=full),
         pytest.param("interrupt", 0, 130, "KeyboardInterrupt", marks=full),
@@ -41,7 +43,7 @@ def launch(*arguments: str, options: tuple[str, ...] = (), processes: int = 2):
 def test_all_end_and_both_say_why(kind, culprit, code, said):
     result, seconds = launch(kind, str(culprit))
     assert result.returncode == code, result.stderr
-    assert result.stdout.count("step 5: 2") == 2
+    assert result.stdout.count("step 5: 2") == 2 * (kind != "checkpoints")
     assert f"[{1 - culprit}] the end" not in result.stdout
     lines = result.stderr.splitlines()
     other = [line for line in lines if line.startswith(f"[{1 - culprit}]")]
@@ -61,10 +63,28 @@ def test_a_hanging_process_is_named_with_its_stack():
 
 
 @full
+def test_a_loader_that_hangs_is_named_with_its_stack():
+    result, _ = launch("hanging loader", "1")
+    assert result.returncode == 70
+    last = result.stderr.splitlines()[-1]
+    assert "hang_timeout_s=4 is over for process 1" in last and "process 0" not in last
+    assert "the thread that reads batches is here" in result.stderr
+    assert "time.sleep(599)" in result.stderr
+
+
+@full
+def test_a_child_of_multiprocessing_is_no_process_of_the_run():
+    result, _ = launch("spawn", "1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("the child: 0") == 2
+
+
+@full
 def test_a_stopped_process_is_named_before_the_heartbeat_ends_the_run():
     result, _ = launch("stop", "1")
     assert result.returncode != 0
-    assert "process 1 (" in result.stderr and "has been silent for" in result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert "process 1 (" in last and "has been silent for" in last
     assert result.stdout.count("step 5: 2") == 2
 
 

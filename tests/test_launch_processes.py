@@ -211,3 +211,18 @@ def test_the_line_that_names_the_error_is_the_last():
 )
 def test_the_culprit(failed, killed, expected):
     assert supervise.culprit(failed, killed) == expected
+
+
+@pytest.mark.parametrize(
+    "after",
+    [b"in every(2, Log) at step 3\n", b"then also: OSError('full')\n", b"WARNING:x\n"],
+)
+def test_notes_and_warnings_are_no_cause(after):
+    output, _, err = shown(err=b"OSError: no space left\n" + after)
+    assert output.last_line(0) == "OSError: no space left" and after in err
+
+
+def test_what_lockstep_told_before_jax_aborted_is_kept():
+    err = b"lockstep: process 1 has been silent\nE1129 10:00:00.5 tasks:\n1\n"
+    output, _, _ = shown(err=err)
+    assert output.last_told(0) == "lockstep: process 1 has been silent"

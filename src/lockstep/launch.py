@@ -57,13 +57,23 @@ def run(program: Program) -> None:
         sys.modules["__main__"] = main
         for code in parts:
             exec(code, vars(main))
-    except (SystemExit, CannotStart):
+    except CannotStart:
+        raise
+    except SystemExit as error:
+        _tell_of_exit(error.code)
         raise
     except BaseException as error:
         _explain_old_names(error)
         traceback = _without_launcher(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+
+
+def _tell_of_exit(code: object) -> None:
+    if "lockstep.distributed.faults" in sys.modules:
+        from lockstep.distributed.faults import tell_of_exit
+
+        tell_of_exit(code)
 
 
 def _explain_old_names(error: BaseException) -> None:

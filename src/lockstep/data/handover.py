@@ -10,6 +10,7 @@ import jax
 
 from lockstep.data import loaders
 from lockstep.data.passes import NOTHING, Pass
+from lockstep.distributed.line import READS_AHEAD
 
 _PATIENCE_S = 10.0  # for a source that is in the middle of a batch when it is left
 
@@ -47,7 +48,7 @@ class Worker:
             args=(source, current, self._channel, limit),
             # JAX's settings by context (`jax.enable_x64(True)`) hold for one thread.
             kwargs={"x64": jax.config.jax_enable_x64},
-            name="lockstep-prefetch",
+            name=READS_AHEAD,
             daemon=True,
         )
         self._thread.start()

@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from lockstep.distributed.line import EXIT_OTHER_FAILED, Line, ProcessLeft, write
-from lockstep.distributed.session import leave_run
+from lockstep.distributed.session import current, leave_run
 
 # What a collective says when its other end is gone: seldom the cause.
 _TRANSPORT = re.compile(
@@ -25,6 +25,7 @@ _TRANSPORT = re.compile(
     re.IGNORECASE,
 )
 _NEWS_S = 2.0
+_SAVED = 75  # the exit code of `preemption`, which all processes end with
 
 
 def watch(line: Line) -> None:
@@ -37,6 +38,24 @@ def watch(line: Line) -> None:
     _watch_exceptions(line)
     if threading.current_thread() is threading.main_thread():
         _watch_sigterm(line)
+
+
+def tell_of_exit(code: object) -> None:
+    """End all processes where the program of this one was left by `sys.exit(code)`.
+
+    A code that says that nothing failed, or that the run has saved, is none of the
+    others' business; they come to their end by themselves.
+    """
+    session = current()
+    if session is None or code in (None, 0, _SAVED):
+        return
+    line = session.line
+    _wait_to_end(line)
+    name = f"process {line.index} of {line.count} ({socket.gethostname()})"
+    text = f"{name} left its program by sys.exit({code!r})"
+    write(f"lockstep: {text}\n")
+    line.fail(text)
+    leave_run(code if isinstance(code, int) else 1)
 
 
 def _watch_exceptions(line: Line) -> None:

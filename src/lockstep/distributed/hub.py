@@ -274,9 +274,16 @@ class Hub:
             return
         fewest = min(m.steps for m in self._members)
         slow = [m for m in self._members if m.steps == fewest]
+        late = self._late()  # the others of `slow` wait for these
+        slow = [m for m in slow if m.index in late] or slow
         self._hanging = {m.index: "" for m in slow}
         self._asked_at = now
         self._tell({"kind": "stack"}, self._hanging)
+
+    def _late(self) -> set[int]:
+        """Those for whom others wait in an exchange."""
+        waiting = self._rounds.values()
+        return {i for each in waiting for i in set(each.group) - set(each.values)}
 
     def _end_hang(self, now: float) -> None:
         parts = []

@@ -1,5 +1,6 @@
 """`initialize`: this process becomes one of several that train together."""
 
+import multiprocessing
 import os
 import socket
 import sys
@@ -80,7 +81,7 @@ def initialize(
         1
     """
     arguments = dict(locals())
-    if _is_begun(arguments):
+    if _is_begun(arguments) or _is_a_helper():
         return
     launched = _launched(coordinator_address, num_processes, process_id)
     if launched is None:
@@ -106,6 +107,14 @@ def initialize(
     begin(Session(line, hub, arguments, broadcast, check_data))
     faults.watch(line)
     _compare(launched)
+
+
+def _is_a_helper() -> bool:
+    """Whether a child of `multiprocessing` only reads the script for its functions.
+
+    It has the environment of its parent, and would arrive in its place.
+    """
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
 def _is_begun(arguments: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from lockstep.distributed.messages import Messages
 from lockstep.distributed.stopping import Stopping
 
 EXIT_OTHER_FAILED = 70
+READS_AHEAD = "lockstep-prefetch"  # the name of threads that read batches
 _TICK_S = 0.25
 _FRAMES = 8  # of the stack of a process that hangs: the innermost ones
 
@@ -188,10 +189,7 @@ class Line:
         self._all_done.set()
 
     def _on_stack(self, message: dict[str, Any]) -> None:
-        main = threading.main_thread().ident
-        frame = sys._current_frames().get(main or 0)
-        stack = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame else ""
-        self._send({"kind": "stack", "text": stack})
+        self._send({"kind": "stack", "text": _stacks()})
 
     def _on_end(self, message: dict[str, Any]) -> None:
         """Another process failed: say so, and end where no exit handler can wait."""
@@ -209,6 +207,17 @@ _NO_HUB = (
     "process 0 ended without a word: it was killed (out of memory?), or crashed in "
     "native code"
 )
+
+
+def _stacks() -> str:
+    """Where the main thread is, and those that read batches ahead of it."""
+    frames, text = sys._current_frames(), ""
+    for thread in (threading.main_thread(), *threading.enumerate()):
+        reads = thread.name == READS_AHEAD
+        if (reads or not text) and (frame := frames.get(thread.ident or 0)):
+            text += "and the thread that reads batches is here:\n" if reads else ""
+            text += "".join(traceback.format_stack(frame)[-_FRAMES:])
+    return text
 
 
 def write(text: str) -> None:

@@ -8,6 +8,8 @@ import jax
 
 from lockstep.checkpoint import Checkpointer
 from lockstep.checkpoint.saved import Saved
+from lockstep.distributed.agreement import agree
+from lockstep.distributed.session import group_of
 from lockstep.loop.feed import Feed
 from lockstep.loop.resuming import Resuming
 from lockstep.preemption import Preempted, StopSignals
@@ -31,6 +33,18 @@ def saving(checkpoints: Checkpointer | None, key: jax.Array | None) -> Any:
     return Saving(checkpoints, key)
 
 
+def _require_same(checkpoints: Checkpointer | None, trainer: Any) -> None:
+    """All processes save together: one that does not would leave the others waiting."""
+    agree(
+        repr(checkpoints),
+        group_of(trainer.mesh),
+        what="checkpoints= of the Trainer",
+        cure="Give every process the same, on one directory that all of them see (not "
+        "only the main process, and no name with the time in it): one copy is written",
+        show=str,
+    )
+
+
 class NotSaving:
     """What a Trainer without a `Checkpointer` has in place of `Saving`."""
 
@@ -38,6 +52,7 @@ class NotSaving:
 
     def begin(self, trainer: Any, state: Any, feed: Feed, *, fresh: bool) -> Any:
         """The state that was given, on the devices."""
+        _require_same(None, trainer)
         return trainer.parallel.place_state(state)
 
     def after(self, infos: list[Any]) -> None:
@@ -83,7 +98,12 @@ class Saving:
             state: what the run was given.
             feed: the batches of this run, not yet read.
             fresh: whether the state is not the one that this Trainer has reached.
+
+        Raises:
+            RuntimeError: another process saves elsewhere, at other steps or not at all.
         """
+        _require_same(self._checkpoints, trainer)
+        self._checkpoints.own()
         if fresh:
             state = self._resuming.state(trainer, state)
             self._last = trainer.step or None
@@ -119,6 +139,7 @@ class Saving:
                 elif isinstance(error, Exception):  # a second SIGINT does not wait
                     self._keep_what_is_saved(error)
             finally:
+                self._checkpoints.release()
                 self._forget()
 
     def _finish(self) -> None:

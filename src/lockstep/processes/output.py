@@ -16,11 +16,17 @@ _NATIVE = re.compile(
     rb"|\s+@\s+0x|\s+@\s+\(nil\)|terminate called|  what\(\):|Fatal Python error"
     rb"|Current thread 0x|Extension modules:|Thread 0x|\*\*\* (SIG|Aborted)"
     rb"|\s+[\w.]*Error code:|The full error message|.*RPC: /tensorflow"
-    rb"|:UNKNOWN:|Additional GRPC error"
+    rb"|:[A-Z_]+:|Additional GRPC error|=== Source Location Trace|external/xla"
+    rb"|RPC: /|The tasks have crashed"
 )
+_OWN = b"lockstep: "
 _GREETING = b"[Gloo] Rank "  # once for each process and mesh, when all is well
 # What follows the line of a traceback that names the error.
-_AFTER = re.compile(rb"For simplicity, JAX has removed|-{20}$")
+_AFTER = re.compile(
+    rb"For simplicity, JAX has removed|-{20}$"
+    rb"|in .+ at step \d+$|then also: "  # notes of a Trainer
+    rb"|WARNING:|\S+:\d+: \w*Warning: "  # warnings are no cause
+)
 
 
 class Output:
@@ -33,11 +39,12 @@ class Output:
         self._readers: list[threading.Thread] = []
         self._kept: dict[int, deque[bytes]] = {}
         self._last: dict[int, str] = {}
+        self._told: dict[int, str] = {}
 
     def follow(self, index: int, out: IO[bytes], err: IO[bytes]) -> None:
         """Show what a process writes until it closes both streams."""
         self._kept[index] = deque(maxlen=200)
-        self._last[index] = ""
+        self._last[index] = self._told[index] = ""
         for stream, to in ((out, self._out), (err, self._err)):
             reader = threading.Thread(
                 target=self._copy, args=(index, stream, to), daemon=True
@@ -54,6 +61,10 @@ class Output:
     def last_line(self, index: int) -> str:
         """The last line that a process wrote to standard error, reports left out."""
         return self._last[index]
+
+    def last_told(self, index: int) -> str:
+        """The last line of lockstep's own that a process wrote, if any."""
+        return self._told[index]
 
     def show_kept(self, index: int) -> None:
         """Show the reports of native code after all."""
@@ -77,6 +88,8 @@ class Output:
                     continue
                 if to is self._err and line.strip() and not _AFTER.match(line):
                     self._last[index] = line.decode(errors="replace").strip()
+                    if line.startswith(_OWN):
+                        self._told[index] = self._last[index]
                 self._show(index, line, to)
 
     def _show(self, index: int, line: bytes, to: BinaryIO) -> None:

@@ -104,8 +104,12 @@ class Attempt:
             return SAVED if SAVED in self._ended.values() else 0
         index = culprit(failed, self._killed)
         code = failed[index]
+        last = self._output.last_line(index) if code > 0 else ""
+        if code == -signal.SIGABRT:  # by JAX, of whose reason lockstep may have told
+            last = self._output.last_told(index)
         if code < 0:
-            self._output.show_kept(index)
+            if not last:
+                self._output.show_kept(index)
             how = f"was ended by {signal.Signals(-code).name}"
         else:
             how = f"failed with exit code {code}"
@@ -113,7 +117,6 @@ class Attempt:
             name = signal.Signals(self.signalled).name
             self._output.say(f"ended by {name}")
             return 128 + self.signalled
-        last = self._output.last_line(index) if code > 0 else ""
         self._output.say(f"process {index} of {len(self._children)} {how}")
         if last:
             self._output.say(last)
