@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import grain
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fresh_process import run_python
 from same import assert_same
 
 import lockstep as ls
@@ -499,6 +501,49 @@ class TestFixedShards:
                 ValueError, match="batches of 8 rows, and these have 16"
             ):
                 self.script(tmp_path, mesh_of(8), 4, other, policy=policy)
+
+
+ELSEWHERE = """
+import sys
+import numpy as np
+import lockstep as ls
+trainer = ls.Trainer(
+    lambda w, x: (w + x.mean(), {}), checkpoints=ls.Checkpointer(sys.argv[1])
+)
+trainer.fit(np.float32(0), [np.ones(8, np.float32)], steps=1)
+"""
+
+
+class TestTheDirectory:
+    def test_of_a_run_that_goes_on_is_refused_to_another_process(
+        self, tmp_path, mesh_of
+    ):
+        run = Run(tmp_path, mesh_of(2), every=2)
+        for info in run.trainer.steps(run.state, arrays(), steps=4):
+            if info.step == 3:
+                other = run_python("-c", ELSEWHERE, str(tmp_path))
+        assert other.returncode == 1
+        assert f"still going on (process {os.getpid()} on " in other.stderr
+        assert run.trainer.checkpoints.steps == [2, 4]
+
+    def test_is_free_when_the_run_has_ended_or_failed(self, tmp_path, mesh_of):
+        def fail(info):
+            raise RuntimeError("no")
+
+        with pytest.raises(RuntimeError, match="no"):
+            Run(tmp_path, mesh_of(2), callbacks=[fail]).fit(arrays(), steps=4)
+        assert run_python("-c", ELSEWHERE, str(tmp_path)).returncode == 0
+
+    def test_that_cannot_be_made_is_refused_before_the_first_step(
+        self, tmp_path, mesh_of
+    ):
+        (tmp_path / "file").touch()
+        run = Run(tmp_path / "file" / "run", mesh_of(2))
+        with pytest.raises(
+            RuntimeError, match="cannot be saved, for .* cannot be made"
+        ):
+            run.fit(arrays(), steps=4)
+        assert run.trainer.step == 0
 
 
 class TestOtherDevices:

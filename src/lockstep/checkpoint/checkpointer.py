@@ -9,10 +9,12 @@ from typing import Any
 from lockstep import placement, tree
 from lockstep.checkpoint.keeping import Keeping
 from lockstep.checkpoint.leaves import arrays_of, describe
+from lockstep.checkpoint.lock import Lock
 from lockstep.checkpoint.plan import KEEP, check_policy
 from lockstep.checkpoint.restore import restore
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.store import Damaged, Store, all_steps
+from lockstep.distributed import is_main_process
 from lockstep.replicas import check_replicas, unstacked
 
 _log = logging.getLogger("lockstep")
@@ -73,6 +75,7 @@ class Checkpointer:
         self.every = every
         self.strict, self.policy = strict, policy
         self._store = Store(self.directory)
+        self._lock = Lock(self.directory)
         self._keeping = Keeping(self._store, keep, best, best_is)
 
     def __repr__(self) -> str:
@@ -163,7 +166,7 @@ class Checkpointer:
         now = saved(describe(state))
         if now.step in all_steps(self.directory):
             self._store.remove(now.step)
-        self._make_directory(now.step)
+        self._make_directory(f"the checkpoint of step {now.step} could not be written")
         self._store.write(now.step, arrays_of(state), now.to_json())
 
     def check(self) -> None:
@@ -174,6 +177,20 @@ class Checkpointer:
         """Wait as at the end of a run; say if `best` was never found."""
         self.wait()
         self._keeping.report()
+
+    def own(self) -> None:
+        """Keep other processes out of the directory, which is made, until `release`.
+
+        Raises:
+            RuntimeError: it cannot be made, or a run of another process is in it.
+        """
+        if is_main_process():
+            self._make_directory("the run cannot be saved")
+            self._lock.take()
+
+    def release(self) -> None:
+        """Let other processes use the directory."""
+        self._lock.release()
 
     def take_over(self) -> bool:
         """Delete what killed processes left; whether there is a checkpoint."""
@@ -235,14 +252,13 @@ class Checkpointer:
             "%s cannot be read (%s) and is passed over; %s", path, damage, where
         )
 
-    def _make_directory(self, step: int) -> None:
+    def _make_directory(self, what: str) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RuntimeError(
-                f"the checkpoint of step {step} could not be written, for "
-                f"{self.directory} cannot be made: {error}. Give Checkpointer a "
-                "directory that may be written to"
+                f"{what}, for {self.directory} cannot be made: {error}. Give "
+                "Checkpointer a directory that may be written to"
             ) from error
 
 
