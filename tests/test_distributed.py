@@ -4,6 +4,7 @@ import queue
 import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -25,7 +26,7 @@ from lockstep.distributed.detect import Launched, detect, first_host
 from lockstep.distributed.hub import Hub, Member
 from lockstep.distributed.line import Line, ProcessLeft
 from lockstep.distributed.messages import Messages
-from lockstep.row_shares import Shares
+from lockstep.placement.row_shares import Shares
 
 
 def test_one_process_is_the_main_one():
@@ -414,6 +415,17 @@ def test_a_failure_ends_the_others(lines, capfd):
     assert codes[0].get(timeout=10) == codes[2].get(timeout=10) == 70
     assert codes[1].empty()
     assert "process 0 ends, for process 1 failed:\nValueError" in capfd.readouterr().err
+
+
+def test_a_hub_that_is_silent_is_told(capfd):
+    hub_end, own_end = map(Messages, socket.socketpair())
+    line = Line(own_end, 1, 2, queue.SimpleQueue().put, heartbeat_s=0.5)
+    said, limit = "", time.monotonic() + 20
+    while not said and time.monotonic() < limit:
+        said = capfd.readouterr().err
+    assert "lockstep: process 0 has been silent for" in said
+    hub_end.close()
+    assert line.bad_news.wait(10)
 
 
 def test_different_programs_are_told(lines, capfd):

@@ -22,8 +22,8 @@ LAYERS = tuple(
         """notices tree simulation compile_cache devices distributed preemption""",
         # 1: values on devices
         """sharding placement rng metrics signatures compiles
-        observers printing varying replicas packing elementwise source_lines
-        host_batches row_shares same_values spreading""",
+        observers printing varying replicas packing elementwise
+        source_lines""",
         # 2: one step: the train step, then any step on all devices
         """reduce fixed_order step first_step parallel memory transfers""",
         # 3: data in, numbers out

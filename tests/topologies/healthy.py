@@ -19,7 +19,7 @@ from training import SGD, all_numbers, loss, params
 import lockstep as ls
 from lockstep import notices
 from lockstep.distributed import session
-from lockstep.row_shares import shards_of
+from lockstep.placement.row_shares import shards_of
 
 ls.initialize()
 MESH = ls.make_mesh()

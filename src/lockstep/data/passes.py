@@ -18,7 +18,7 @@ from lockstep.distributed import session
 from lockstep.distributed.agreement import odd_one
 from lockstep.notices import say_once
 from lockstep.placement import Layout, Unplaced, agree_on_rows
-from lockstep.row_shares import Ended, Shares, shards_of
+from lockstep.placement.row_shares import Ended, Shares, shards_of
 
 NOTHING = object()
 _GOES_ON = ("pad", "unsplit")  # a batch without a row is exact

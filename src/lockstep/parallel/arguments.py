@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from lockstep import placement, sharding, tree
 from lockstep.distributed.session import check_connected, group_of
 from lockstep.placement import Layout, MaskedBatch, Unplaced
-from lockstep.same_values import require_same, same_values
+from lockstep.placement.same_values import require_same, same_values
 
 _log = logging.getLogger("lockstep")
 

@@ -1,4 +1,4 @@
-"""Host to devices and back: replicate a state, shard a batch, read a tree.
+"""The rows of a batch split over the devices of one mesh axis.
 
 Rows go from the host straight to their device; nothing passes through device 0. Of
 several processes each places its own rows, on its own devices.
@@ -8,68 +8,25 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from lockstep import sharding, spreading, tree
+from lockstep import sharding, tree
 from lockstep.devices import make_mesh
 from lockstep.distributed.hub import MAIN
 from lockstep.distributed.session import group_of
-from lockstep.host_batches import (
-    REMAINDERS as REMAINDERS,
-)
-from lockstep.host_batches import (
-    MaskedBatch as MaskedBatch,
-)
-from lockstep.host_batches import (
-    check_batch as check_batch,
-)
-from lockstep.host_batches import (
-    check_registered as check_registered,
-)
-from lockstep.host_batches import (
-    count_rows as count_rows,
-)
-from lockstep.host_batches import (
-    fill_up,
-)
-from lockstep.host_batches import (
-    map_named as map_named,
-)
-from lockstep.host_batches import (
-    pad_batch as pad_batch,
-)
-from lockstep.host_batches import (
-    take_rows as take_rows,
-)
 from lockstep.notices import say_once
-from lockstep.row_shares import Ended, Shares, share_rows
-from lockstep.same_values import same_values
-
-
-def replicate(state: Any, mesh: Mesh | None = None) -> Any:
-    """Copy a tree to every device of the mesh.
-
-    The caller's own arrays are never shared, so a step may donate the result. Several
-    processes must hold the same tree; if they do not, that of process 0 is taken, and
-    this is said.
-    Python numbers become weakly typed arrays, so that no dtype drifts; `bool`,
-    `str`, functions and `None` stay as they are.
-
-    Raises:
-        OverflowError: an integer does not fit 32 bits (and x64 is off).
-        RuntimeError: a leaf was deleted (its buffer was donated to a step).
-
-    Example:
-        >>> state = replicate({"w": np.ones(3), "step": 0}, make_mesh())
-        >>> state["w"].sharding.is_fully_replicated, state["step"].weak_type
-        (True, True)
-    """
-    mesh = make_mesh() if mesh is None else mesh
-    where = sharding.replicated(mesh)
-    state = same_values(state, mesh, "state")
-    return map_named(lambda path, leaf: copy_to(leaf, where, path), state, "state")
+from lockstep.placement import spreading
+from lockstep.placement.host_batches import (
+    REMAINDERS,
+    MaskedBatch,
+    check_batch,
+    count_rows,
+    fill_up,
+    take_rows,
+)
+from lockstep.placement.leaves import ready
+from lockstep.placement.row_shares import Ended, Shares, share_rows
 
 
 def shard_batch(
@@ -216,103 +173,6 @@ def place_batch(
     return (unplaced if ahead else unplaced.place(layout)), shares
 
 
-def to_host(values: Any) -> Any:
-    """The tree with every array as NumPy, whole on every process.
-
-    A replicated array is read from one shard; an array split over processes is
-    gathered, so all of them must call this together. Typed keys stay keys, on one
-    device, for NumPy cannot hold them.
-
-    Example:
-        >>> to_host(replicate({"w": 2.5}, make_mesh()))
-        {'w': array(2.5, dtype=float32)}
-    """
-    for path, leaf in tree.named_leaves(values):
-        tree.check_leaf_alive(leaf, path)
-    return jax.tree.map(_to_host, spreading.whole(values))
-
-
-def copy_to(leaf: Any, where: NamedSharding, path: str) -> Any:
-    """One leaf on all devices of `where`, never sharing the caller's buffer."""
-    leaf = tree.as_host(leaf)
-    check_registered(leaf, path)
-    if tree.is_static(leaf):
-        return leaf
-    if isinstance(leaf, jax.Array):
-        tree.check_leaf_alive(leaf, path)
-        # device_put would share the buffer on the device where the array lies, and
-        # a donated copy would then delete the caller's array.
-        leaf = jnp.copy(leaf)
-    return put(leaf, where, path, lend=False)
-
-
-def put(leaf: Any, where: NamedSharding, path: str, *, lend: bool = True) -> Any:
-    """`jax.device_put` with a check that the value keeps its meaning.
-
-    `lend=False` is for what will be donated: memory on loan cannot be reused.
-    """
-    leaf = _ready(leaf, where, path, lend=lend)
-    if where.is_fully_addressable:
-        return jax.device_put(leaf, where)
-    return spreading.everywhere(leaf, where)
-
-
-def put_whole(array: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
-    """A global array that every process holds whole, placed as it was before."""
-    if where.is_fully_addressable:
-        return jax.device_put(array, where)
-    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
-
-
-def _ready(leaf: Any, where: NamedSharding, path: str, *, lend: bool = True) -> Any:
-    """A leaf that can be put as it is: its values fit, its memory is its own."""
-    check_fits(leaf, path)
-    on_cpu = next(iter(where.device_set)).platform == "cpu"
-    if on_cpu and isinstance(leaf, np.ndarray):
-        return own_memory(leaf, lend=lend)
-    return leaf
-
-
-_X64 = "make it smaller, or set jax.config.update('jax_enable_x64', True)"
-
-
-def own_memory(array: np.ndarray, *, lend: bool = True) -> np.ndarray:
-    """A copy that nobody else writes to, for a CPU device borrows what it is given.
-
-    It does so where the memory starts at a multiple of 64 bytes, whatever `may_alias`
-    says, and a loader that fills its buffer anew would change the batch under way. The
-    copy starts at such a multiple, which spares the device a copy of its own, or, with
-    `lend=False`, beside one.
-    """
-    memory = np.empty(array.nbytes + 128, np.uint8)
-    start = -memory.ctypes.data % 64 + (0 if lend else 16)
-    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
-
-
-def check_fits(leaf: Any, path: str) -> None:
-    """Refuse 64-bit integers that 32 bits cannot hold; say once that floats narrow."""
-    if jax.config.jax_enable_x64 or isinstance(leaf, jax.Array):
-        return
-    dtype = "int64" if type(leaf) is int else getattr(leaf, "dtype", None)
-    narrow = {"int64": np.int32, "uint64": np.uint32}.get(str(dtype))
-    if narrow is not None and np.size(leaf):
-        limits = np.iinfo(narrow)
-        for value in (np.min(leaf), np.max(leaf)):
-            if not limits.min <= value <= limits.max:
-                raise OverflowError(
-                    f"{path} holds {value}, which does not fit {limits.dtype} "
-                    f"(JAX keeps 32 bits by default): {_X64}"
-                )
-    if str(dtype) in ("float64", "complex128"):
-        say_once(
-            "float64",
-            f"{path} is {dtype} and becomes {jax.dtypes.canonicalize_dtype(dtype)} on "
-            "the devices, as in plain JAX (further such leaves are not reported)",
-        )
-
-
 def _put_rows(batch: Any, where: NamedSharding, rows: int) -> Any:
     """Place leaves with rows at `where`, and the others on every device.
 
@@ -323,12 +183,12 @@ def _put_rows(batch: Any, where: NamedSharding, rows: int) -> Any:
     named = tree.named_leaves(batch, "batch")
     moving = [i for i, (_, leaf) in enumerate(named) if not tree.is_static(leaf)]
     places = [where if np.ndim(named[i][1]) else everywhere for i in moving]
-    ready = [_ready(named[i][1], where, named[i][0]) for i in moving]
+    values = [ready(named[i][1], where, named[i][0]) for i in moving]
     leaves = [leaf for _, leaf in named]
     if where.is_fully_addressable:
-        placed = jax.device_put(ready, places)
+        placed = jax.device_put(values, places)
     else:
-        several = zip(ready, places, strict=True)
+        several = zip(values, places, strict=True)
         placed = [spreading.place(leaf, place, rows) for leaf, place in several]
     for i, leaf in zip(moving, placed, strict=True):
         leaves[i] = leaf
@@ -376,14 +236,3 @@ def _does_not_fit(batch: Any, layout: Layout, shares: Shares) -> str:
         f"{whose}{micro} need a multiple of {need}: use remainder='pad', or {sizes} "
         "rows"
     )
-
-
-def _to_host(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    if tree.is_key(leaf):
-        words = _to_host(jax.random.key_data(leaf))
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
-    if leaf.is_fully_replicated:
-        return np.asarray(leaf.addressable_shards[0].data)
-    return np.asarray(leaf)
