@@ -80,11 +80,12 @@ def test_a_child_of_multiprocessing_is_no_process_of_the_run():
 
 
 @full
-def test_a_stopped_process_is_named_before_the_heartbeat_ends_the_run():
-    result, _ = launch("stop", "1")
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_stopped_process_is_named_before_the_heartbeat_ends_the_run(culprit):
+    result, _ = launch("stop", str(culprit))
     assert result.returncode != 0
     last = result.stderr.splitlines()[-1]
-    assert "process 1 (" in last and "has been silent for" in last
+    assert f"process {culprit} " in last and "has been silent for" in last
     assert result.stdout.count("step 5: 2") == 2
 
 

@@ -13,9 +13,18 @@ from typing import Any
 from lockstep.distributed.messages import Messages
 
 MAIN = "main"  # begins the name of the channels that main threads use
+SILENT = 0.6  # of heartbeat_s: this long, and it is told
 _TICK_S = 0.25
 _PATIENCE_S = 30.0  # before the others are told for whom they wait
 _ANSWER_S = 3.0  # for the stack of a process that hangs
+
+
+def silence(name: str, silent_s: float, heartbeat_s: float) -> str:
+    """What is said of a process of which nothing was heard for so long."""
+    return (
+        f"{name} has been silent for {silent_s:.0f} s: it is stopped, or its machine "
+        f"or network is down (after heartbeat_s={heartbeat_s:g} the run ends)"
+    )
 
 
 @dataclass
@@ -76,7 +85,7 @@ class Hub:
         self._rounds: dict[tuple[str, int], _Round] = {}
         self._left: dict[str, set[int]] = {}
         self._hanging: dict[int, str] = {}
-        self._asked_at = 0.0
+        self._asked_at = self._beaten = 0.0
         self._silent: set[int] = set()
         self._stops, self._passed = False, {}
         self._ended = self._ending = False
@@ -245,16 +254,21 @@ class Hub:
                 self._tell({"kind": "note", "text": text}, [0])
 
     def _note_silence(self, now: float) -> None:
-        """JAX ends the run at the heartbeat's limit, and does not say why."""
+        """JAX ends the run at the heartbeat's limit, and does not say why.
+
+        Whether this process itself is silent is seen by the others' lines.
+        """
+        if now > self._beaten + SILENT / 4 * self._heartbeat_s:
+            self._beaten = now
+            self._tell({"kind": "beat"})
         for member in self._members:
             silent_s = now - member.heard
-            if silent_s > 0.6 * self._heartbeat_s and member.index not in self._silent:
+            if (
+                silent_s > SILENT * self._heartbeat_s
+                and member.index not in self._silent
+            ):
                 self._silent.add(member.index)
-                text = (
-                    f"{member.name} has been silent for {silent_s:.0f} s: it is "
-                    "stopped, or its machine or network is down (after "
-                    f"heartbeat_s={self._heartbeat_s:g} the run ends)"
-                )
+                text = silence(member.name, silent_s, self._heartbeat_s)
                 self._tell({"kind": "note", "text": text}, {0} - {member.index})
 
     def _look_for_hang(self, now: float, limit_s: float) -> None:

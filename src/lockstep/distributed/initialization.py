@@ -103,7 +103,7 @@ def initialize(
         coordinator_bind_address=str(Address(bind, address.port)),
     )
     hub = Hub(members, heartbeat_s, hang_timeout_s) if members else None
-    line = Line(own_end, launched.index, launched.count, leave_run)
+    line = Line(own_end, launched.index, launched.count, leave_run, heartbeat_s)
     begin(Session(line, hub, arguments, broadcast, check_data))
     faults.watch(line)
     _compare(launched)

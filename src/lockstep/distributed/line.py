@@ -3,13 +3,16 @@
 Every line ends at the hub in process 0. A process alone has no line.
 """
 
+import math
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from lockstep.distributed.hub import SILENT, silence
 from lockstep.distributed.messages import Messages
 from lockstep.distributed.stopping import Stopping
 
@@ -39,6 +42,7 @@ class Line:
         index: int,
         count: int,
         leave: Callable[[int], Any],
+        heartbeat_s: float = math.inf,
     ) -> None:
         """Start listening.
 
@@ -47,6 +51,7 @@ class Line:
             index: the number of this process.
             count: the processes of the run.
             leave: ends this process with an exit code, for another's failure.
+            heartbeat_s: a hub that is silent for almost so long is told of.
         """
         self.index, self.count = index, count
         self.bad_news = threading.Event()
@@ -54,6 +59,8 @@ class Line:
         self.stopping = Stopping(self._send)
         self._messages = messages
         self._leave = leave
+        self._heartbeat_s = heartbeat_s
+        self._heard, self._silent = time.monotonic(), False
         self._changed = threading.Condition()
         self._answers: dict[tuple[str, int], Any] = {}
         self._numbers: dict[str, int] = {}
@@ -162,7 +169,21 @@ class Line:
             for message in messages:
                 handler = getattr(self, f"_on_{message['kind'].replace(' ', '_')}")
                 handler(message)
+            self._note_silence(bool(messages))
             self._send({"kind": "steps", "steps": self._steps})
+
+    def _note_silence(self, heard: bool) -> None:
+        """Say it before JAX ends the run for a hub that is gone, and names nobody."""
+        now = time.monotonic()
+        if heard or self._all_done.is_set():  # after that the hub need not be there
+            self._heard, self._silent = now, False
+        elif now - self._heard > SILENT * self._heartbeat_s and not self._silent:
+            self._silent = True
+            text = silence("process 0", now - self._heard, self._heartbeat_s)
+            write(f"lockstep: {text}\n")
+
+    def _on_beat(self, message: dict[str, Any]) -> None:
+        """The hub is there."""
 
     def _on_values(self, message: dict[str, Any]) -> None:
         self._answer(message, message["values"])
