@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from lockstep.elementwise import Form, Leaf, NotElementwise, check_same
+from lockstep.jaxprs.elementwise import Form, Leaf, NotElementwise, check_same
 from lockstep.packing import Packing
 from lockstep.step.packed import check_optimizer
 from lockstep.step.train_state import TrainState

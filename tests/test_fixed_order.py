@@ -8,7 +8,7 @@ from conftest import make_mesh_of
 from jax.sharding import PartitionSpec as P
 
 from lockstep.fixed_order import sealed, sum_devices, sum_parts
-from lockstep.varying import equations
+from lockstep.jaxprs.varying import equations
 
 SHARDS = 8
 COUNTS = (1, 2, 4, 8)

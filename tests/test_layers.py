@@ -22,8 +22,7 @@ LAYERS = tuple(
         """notices tree simulation compile_cache devices distributed preemption""",
         # 1: values on devices
         """sharding placement rng metrics signatures compiles
-        observers printing varying replicas packing elementwise
-        source_lines""",
+        observers printing jaxprs replicas packing""",
         # 2: one step: the train step, then any step on all devices
         """reduce fixed_order step first_step parallel memory transfers""",
         # 3: data in, numbers out

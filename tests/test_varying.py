@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lockstep.varying import reduces_over, varying_equations, varying_outputs
+from lockstep.jaxprs.varying import reduces_over, varying_equations, varying_outputs
 
 
 def trace(fn, *args):

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lockstep.varying import varying_outputs
+from lockstep.jaxprs.varying import varying_outputs
 
 
 def partial_eval_by_shape(

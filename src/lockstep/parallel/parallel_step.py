@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from lockstep import first_step, observers, placement
 from lockstep.compiles import CompileLog
+from lockstep.jaxprs.varying import equations
 from lockstep.parallel import making, out_of_memory, program, real_rows, several
 from lockstep.parallel.across import Across
 from lockstep.parallel.arguments import Placer
@@ -30,7 +31,6 @@ from lockstep.parallel.static_leaves import unwrap, wrap
 from lockstep.parallel.views import DeviceView, global_view
 from lockstep.replicas import check_replicas
 from lockstep.tree import named_leaves
-from lockstep.varying import equations
 
 
 class ParallelStep:

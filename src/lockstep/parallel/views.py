@@ -15,6 +15,12 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from lockstep.jaxprs.varying import (
+    draws_equally,
+    reduces_over,
+    used_as_keys,
+    varying_outputs,
+)
 from lockstep.metrics import Mean, is_mean
 from lockstep.notices import say_once
 from lockstep.parallel import program
@@ -23,12 +29,6 @@ from lockstep.parallel.static_leaves import unwrap, wrap
 from lockstep.placement import MaskedBatch
 from lockstep.step.sharded import specs as state_specs
 from lockstep.tree import is_key, named_leaves
-from lockstep.varying import (
-    draws_equally,
-    reduces_over,
-    used_as_keys,
-    varying_outputs,
-)
 
 _KEY_NAME = re.compile(r"(^|_)(keys?|rngs?)($|_)")
 

@@ -16,11 +16,11 @@ from jax.extend import core
 
 from lockstep import tree
 from lockstep.fixed_order import sealed, sum_devices, sum_parts
+from lockstep.jaxprs.varying import named_axis_use
 from lockstep.placement import count_rows
 from lockstep.reduce import widen
 from lockstep.step import model_state as statistics
 from lockstep.step.accumulate import Objective, Sums, sum_gradients
-from lockstep.varying import named_axis_use
 
 
 def check_option(shards: Any, axis_name: str | None) -> None:

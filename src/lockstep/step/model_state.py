@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from lockstep import tree
+from lockstep.jaxprs.varying import reduces_over, varying_outputs
 from lockstep.notices import say_once
 from lockstep.reduce import widen
-from lockstep.varying import reduces_over, varying_outputs
 
 
 def differing(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lockstep.elementwise import Form, Leaf, NotElementwise, check_same
+from lockstep.jaxprs.elementwise import Form, Leaf, NotElementwise, check_same
 from lockstep.packing import Packing, pack
 from lockstep.step.train_state import TrainState
 from lockstep.tree import is_array

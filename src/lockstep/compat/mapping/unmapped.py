@@ -5,7 +5,7 @@ from typing import Any
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from lockstep import notices
-from lockstep.varying import varying_outputs
+from lockstep.jaxprs.varying import varying_outputs
 
 
 def tell_of_differing(traced: Any, axis_name: str, function_name: str) -> None:

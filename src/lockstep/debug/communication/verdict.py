@@ -10,9 +10,9 @@ from typing import Any
 
 from jax.extend import core
 
+from lockstep.jaxprs.varying import equations, is_collective, varying_outputs
 from lockstep.step.parameters import parameter_paths
 from lockstep.tree import is_static, named_leaves
-from lockstep.varying import equations, is_collective, varying_outputs
 
 # Collectives after which values may be equal on all devices, without a proof here.
 _UNPROVEN = {"ppermute", "all_to_all", "psum_scatter", "reduce_scatter"}

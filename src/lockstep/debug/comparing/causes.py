@@ -14,9 +14,9 @@ from lockstep.debug.comparing.balance import Uneven, equal_shards, uneven_weight
 from lockstep.debug.comparing.factors import factor_of
 from lockstep.debug.comparing.trials import Body, Call
 from lockstep.debug.comparing.verdicts import Leaf
+from lockstep.jaxprs.source_lines import source_line
+from lockstep.jaxprs.varying import equations, is_collective
 from lockstep.parallel.parallel_step import ParallelStep
-from lockstep.source_lines import source_line
-from lockstep.varying import equations, is_collective
 
 # A running variance: `var`, `var_ema`, `running_var`, and not `variables`.
 _VARIANCE = re.compile(r"(?<![a-z])var(iance)?(?![a-z])", re.IGNORECASE)

@@ -11,7 +11,7 @@ from typing import Any
 from jax.extend import core
 
 from lockstep.debug.comparing.trials import Body
-from lockstep.varying import (
+from lockstep.jaxprs.varying import (
     equations,
     inner_jaxprs,
     is_collective,

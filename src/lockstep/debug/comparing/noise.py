@@ -16,9 +16,9 @@ from jax.extend import core
 
 from lockstep import tree
 from lockstep.debug.comparing.trials import Call, Trial, as_numbers
+from lockstep.jaxprs.varying import equations
 from lockstep.parallel.views import key_shape
 from lockstep.step import TrainState
-from lockstep.varying import equations
 
 ROUNDS = 4  # of a single number, two could agree by chance
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from lockstep import placement, tree
 from lockstep.devices import make_mesh
+from lockstep.jaxprs.varying import equations, inner_jaxprs
 from lockstep.parallel import program
 from lockstep.parallel.arguments import check_alive
 from lockstep.parallel.parallel_step import ParallelStep
@@ -23,7 +24,6 @@ from lockstep.parallel.views import key_shape
 from lockstep.placement import MaskedBatch
 from lockstep.replicas import first_mismatch
 from lockstep.step import TrainStep
-from lockstep.varying import equations, inner_jaxprs
 
 
 @dataclasses.dataclass(frozen=True)

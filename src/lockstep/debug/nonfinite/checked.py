@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from lockstep.varying import inner_jaxprs, scan_parts
+from lockstep.jaxprs.varying import inner_jaxprs, scan_parts
 
 # Of one value: does it hold NaN, does it hold an infinity. `[2]`, in a scan `[T, 2]`.
 Flags = Any

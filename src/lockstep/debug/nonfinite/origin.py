@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from lockstep.debug.nonfinite.checked import Checks, body_of, check
-from lockstep.source_lines import source_line
+from lockstep.jaxprs.source_lines import source_line
 
 NAN, INF = 0, 1
 

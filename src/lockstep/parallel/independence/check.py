@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from lockstep import placement
 from lockstep.distributed import session
+from lockstep.jaxprs.source_lines import source_line
 from lockstep.metrics import Mean, flatten
 from lockstep.parallel.independence.flow import Follow
 from lockstep.parallel.independence.kinds import (
@@ -29,7 +30,6 @@ from lockstep.parallel.independence.trial import Trial
 from lockstep.parallel.options import Options
 from lockstep.parallel.static_leaves import unwrap, wrap
 from lockstep.placement import MaskedBatch
-from lockstep.source_lines import source_line
 from lockstep.step.rows import open_batch
 
 _WHY_UNEVEN = {

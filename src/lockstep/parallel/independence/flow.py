@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from lockstep.jaxprs.varying import inner_jaxprs, scan_parts
 from lockstep.parallel.independence import shapes
 from lockstep.parallel.independence.kinds import (
     Average,
@@ -24,7 +25,6 @@ from lockstep.parallel.independence.kinds import (
     Sum,
     Uneven,
 )
-from lockstep.varying import inner_jaxprs, scan_parts
 
 _LINEAR = {"neg", "convert_element_type", "copy", "reduce_precision", "stop_gradient"}
 _ELEMENTWISE = _LINEAR | set(

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from lockstep.varying import inner_jaxprs
+from lockstep.jaxprs.varying import inner_jaxprs
 
 _ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
