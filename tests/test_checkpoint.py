@@ -330,6 +330,17 @@ def remove_list(path):
     (path / "run" / "metadata").write_text("{")
 
 
+def test_a_checkpoint_of_empty_files_is_none(tmp_path):
+    checkpoints = Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, {"w": np.ones(4, np.float32)})
+    checkpoints.wait()
+    for file in (tmp_path / "2").rglob("*"):
+        if file.is_file():
+            os.truncate(file, 0)
+    assert list(checkpoints.steps) == [1]
+
+
 class TestDamage:
     """Steps 1 and 2 are there, and 2 is damaged."""
 

@@ -47,8 +47,8 @@ class Store:
         return self.directory / str(step)
 
     def missing(self, step: int) -> list[str]:
-        """The files that a complete checkpoint has and this one has not."""
-        return [name for name in _NEEDED if not (self.path(step) / name).is_file()]
+        """The files that a complete checkpoint has and this one has not, or empty."""
+        return [name for name in _NEEDED if not _has_bytes(self.path(step) / name)]
 
     def read_run(self, step: int) -> dict[str, Any]:
         """What was saved beside the arrays.
@@ -186,3 +186,7 @@ def _target(leaf: Any) -> Any:
 def _first_line(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300]
+
+
+def _has_bytes(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size > 0
