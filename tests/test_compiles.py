@@ -78,7 +78,7 @@ class TestTheGlobalView:
         state = step(1.0, rows(64, train=True), 0.1)[0]
         state = step(state, rows(60, train=True), 0.1)[0]
         state = step(state, rows(64, train=False), 0.1)[0]
-        step(state, rows(64, train=True), np.float32(0.1))
+        step(state, rows(64, train=True), jnp.float32(0.1))
         assert reasons(step) == [
             "first call",
             "batch['x'] int32[64] -> int32[60]",
