@@ -95,6 +95,17 @@ class TestTurns:
             take_turns(makers, turns=2, clock=clock)
 
 
+def test_the_loop_waits_for_every_step():
+    class Step:
+        waited = 0
+
+        def block_until_ready(self):
+            Step.waited += 1
+
+    handwritten.bounded(Step, 5)
+    assert Step.waited == 5
+
+
 class TestContenders:
     def test_hand_written_steps_train_as_lockstep_does(self, mesh_of):
         """What is timed against each other must be the same training."""

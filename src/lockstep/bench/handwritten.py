@@ -75,7 +75,7 @@ def bounded(call: Callable[[], Any], steps: int) -> None:
         running.append(call())
         if len(running) > IN_FLIGHT:
             jax.block_until_ready(running.popleft())
-    jax.block_until_ready(running)
+    jax.block_until_ready(list(running))  # a deque is no tree to JAX
 
 
 def _step(
