@@ -178,7 +178,10 @@ class TestReport:
 
     def test_says_what_to_write(self, mesh_of):
         text = compare.describe(self.ROWS, work_of(), mesh_of(2))
-        assert "make_train_step(loss, optimizer, axis_name='data')" in text
+        assert (
+            "make_train_step(loss, optimizer, axis_name='data', grad_norm=False)"
+            in text
+        )
         assert "least memory: parallelize" in text
 
     def test_files(self, tmp_path):

@@ -130,6 +130,15 @@ class TestCasesByHand:
         assert float(metrics["grad_norm"]) == 1.25
         assert got == 0.5
         got, metrics = gradient(
+            lambda params, x: params["w"] * x,
+            x,
+            view,
+            n,
+            clip_norm=0.5,
+            grad_norm=False,
+        )
+        assert "grad_norm" not in metrics and got == 0.5
+        got, metrics = gradient(
             lambda params, x: params["w"] * x, x, view, n, clip_norm=2.0
         )
         assert got == 1.25

@@ -34,7 +34,7 @@ def made(work: Workload, mesh: Mesh, name: str, **options: Any) -> Contender:
 
 def from_the_host(work: Workload, mesh: Mesh) -> Contender:
     """The device view, on batches that come from the host through `prefetch`."""
-    step, state = _made(work, {"axis_name": "data"})
+    step, state = _made(work, {"axis_name": "data", "grad_norm": False})
     parallel = as_parallel(step, mesh)
     batches = iter(prefetch(_forever(work.batch), parallel))
     run = _runner(parallel, [state], lambda: next(batches))

@@ -77,7 +77,7 @@ class Placer:
             leaves = jax.tree.leaves(state)
         elif any(map(tree.is_gone, leaves)):
             check_alive(state, name)
-        self._in_state = set(map(id, leaves))
+        self._in_state = set(map(tree.identity, leaves))
         if len(self._in_state) < len(leaves):
             return _copy_seen(state, set())
         return state
@@ -111,7 +111,7 @@ class Placer:
         if any(isinstance(x, jax.Array) and tree.is_gone(x) for x in leaves):
             check_alive(argument, name)
         if self.is_placed(leaves):
-            if any(id(leaf) in self._in_state for leaf in leaves):
+            if any(tree.identity(leaf) in self._in_state for leaf in leaves):
                 return _copy_seen(argument, self._in_state)
             return argument
         self._require_same(argument, name)
@@ -222,9 +222,9 @@ def _copy_seen(values: Any, seen: set[int]) -> Any:
     """Copy the arrays that come a second time: memory is donated once (JAX crashes)."""
 
     def copy(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and id(leaf) in seen:
+        if isinstance(leaf, jax.Array) and tree.identity(leaf) in seen:
             return jnp.copy(leaf)
-        seen.add(id(leaf))
+        seen.add(tree.identity(leaf))
         return leaf
 
     return jax.tree.map(copy, values)

@@ -5,12 +5,16 @@ its batch from the same placement. One pass over the leaves finds that out.
 """
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
 
 from lockstep.parallel.program import Program
-from lockstep.tree import is_gone
+from lockstep.tree import identity, is_gone
+
+_sharding = operator.attrgetter("sharding")
+_is_deleted = operator.methodcaller("is_deleted")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +45,16 @@ class LastCall:
         leaves, structure = jax.tree.flatten(args)
         if structure != self.structure or shapes != self.shapes:
             return False
-        try:
-            for leaf, where in zip(leaves, self.shardings, strict=True):
-                if leaf.sharding is not where or leaf.is_deleted():
-                    return False
+        try:  # without a loop in Python: a state may have hundreds of leaves
+            if not all(map(operator.is_, map(_sharding, leaves), self.shardings)):
+                return False
+            if any(map(_is_deleted, leaves)):
+                return False
         except AttributeError:  # a host value
             return False
         # A state is donated as a whole, so one look at its pieces is enough.
         if leaves and is_gone(leaves[0]):
             return False
-        if len(set(map(id, leaves))) < len(leaves):  # may be donated once only
+        if len(set(map(identity, leaves))) < len(leaves):  # may be donated once only
             return False
         return not any(leaves[i].weak_type for i in self.program.strong)

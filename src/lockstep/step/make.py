@@ -26,6 +26,7 @@ def make_train_step(
     remat: bool | Callable[..., Any] = False,
     batch_norm: str | None = None,
     rows: str | None = None,
+    grad_norm: bool = True,
     optimizer_sharding: str | None = None,
     mask: str | None = "mask",
     fixed_shards: int | None = None,
@@ -56,6 +57,8 @@ def make_train_step(
             own rows; they are averaged over the devices.
         rows: `"local"` allows, in the device view, a loss in which the rows of one
             device meet (negatives, ranks or norms among its own rows) or add up.
+        grad_norm: whether the norm of the gradient is among the metrics. It takes a
+            look at every gradient: a few percent of the step of a wide, shallow model.
         optimizer_sharding: a mesh axis, as `"data"`: each device holds a share of the
             optimizer's state and updates that share of the parameters. In the device
             view the optimizer must treat every number alike; see the guide.
@@ -88,9 +91,7 @@ def make_train_step(
     """
     _check_optimizer(optimizer)
     _check_options(axis_name, accumulate, clip_norm, ema, batch_norm, model_state)
-    _check_sharding(optimizer_sharding, axis_name, fixed_shards)
-    fixed.check_option(fixed_shards, axis_name)
-    _check_rows(rows, axis_name)
+    _check_device_options(axis_name, rows, fixed_shards, optimizer_sharding)
     read = Loss.read(loss, model_state)
     if remat is True or callable(remat):
         policy = remat if callable(remat) else None
@@ -105,6 +106,7 @@ def make_train_step(
         ema=ema,
         batch_norm=batch_norm,
         rows=rows,
+        grad_norm=grad_norm,
         mask=mask,
         fixed_shards=fixed_shards,
         optimizer_sharding=optimizer_sharding,
@@ -145,6 +147,17 @@ def _check_options(
             "batch_norm='local' is for the device view of a loss with "
             "model_state=True: in the global view BatchNorm sees the whole batch"
         )
+
+
+def _check_device_options(
+    axis_name: str | None,
+    rows: Any,
+    fixed_shards: Any,
+    optimizer_sharding: Any,
+) -> None:
+    _check_sharding(optimizer_sharding, axis_name, fixed_shards)
+    fixed.check_option(fixed_shards, axis_name)
+    _check_rows(rows, axis_name)
 
 
 def _check_sharding(

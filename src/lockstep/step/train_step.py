@@ -44,9 +44,9 @@ class TrainStep:
     device view it runs on one shard, inside `lockstep.per_device` or `jax.shard_map`.
 
     The metrics are those of the loss, each a `Mean`; `loss`, a `Mean`; `grad_norm`, the
-    norm of the averaged gradient before clipping; with a dynamic loss scale also
-    `loss_scale` and `skipped` (0 or 1), and `grad_norm` is then a `Mean` without the
-    skipped steps.
+    norm of the averaged gradient before clipping, unless it is not wanted; with a
+    dynamic loss scale also `loss_scale` and `skipped` (0 or 1), and `grad_norm` is then
+    a `Mean` without the skipped steps.
 
     A batch in which nothing counts (all masks zero) has loss 0 and gradient 0, and is
     a step like any other. A skipped step leaves parameters, optimizer, averages and
@@ -62,6 +62,7 @@ class TrainStep:
     ema: float | None
     batch_norm: str | None
     rows: str | None
+    grad_norm: bool
     mask: str | None
     fixed_shards: int | None = None
     optimizer_sharding: str | None = None
@@ -347,6 +348,8 @@ class TrainStep:
             metrics["grad_norm"] = Mean(jnp.where(finite, norm, 0), taken)
             metrics["loss_scale"] = state.loss_scale.value
             metrics["skipped"] = 1 - taken
+        if not self.grad_norm:  # then nothing computes what nobody needs
+            del metrics["grad_norm"]
         return dataclasses.replace(moved, step=state.step + 1), metrics
 
     def _update(self, state: TrainState, grads: Any, sums: Sums) -> TrainState:

@@ -18,11 +18,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from lockstep.compat.mapping.donation import identity
 from lockstep.compat.mapping.leaves import MappedLeaves
 from lockstep.compat.mapping.program import Program, Records, is_traced
 from lockstep.compat.mapping.shards import is_float0
 from lockstep.compat.mapping.small_leaves import bundles_of, weaken
+from lockstep.tree import identity
 
 _assemble = jax.make_array_from_single_device_arrays
 
