@@ -390,3 +390,21 @@ def test_which_leaves_are_parameters():
     assert parameter_paths(step.init(PARAMS)) == want
     assert parameter_paths((PARAMS, moments, 3)) == {"state[0]['out']", "state[0]['w']"}
     assert parameter_paths({"a": 1.0, "n": 1, "s": "adam"}) == {"state['a']"}
+
+
+def test_a_state_that_will_be_sharded_when_it_is_placed(mesh_of):
+    def loss(params, batch):
+        return (batch["x"] @ params["w"]) ** 2
+
+    step = per_device(
+        make_train_step(
+            loss, optax.adam(0.1), axis_name="data", optimizer_sharding="data"
+        ),
+        mesh_of(8),
+    )
+    state = step.fn.init({"w": jnp.ones(4096)})
+    batch = {"x": np.ones((8, 4096), np.float32)}
+    fresh = debug.memory(step, state, batch)
+    placed = debug.memory(step, step.place_state(state), step.place_batch(batch))
+    assert str(fresh) == str(placed)
+    assert "optimizer_sharding" not in str(fresh)

@@ -159,6 +159,8 @@ def plan_call(
         _batch(step, arg) if i in step.batch_argnums else _replicated(arg, mesh)
         for i, arg in enumerate(args)
     ]
+    if described and 0 not in step.batch_argnums:
+        described[0] = step.lay_out(described[0])
     keywords = _replicated(keywords, mesh)
     devices = mesh.shape[step.axis_name]
     return Plan(step, tuple(described), keywords, step.batch_argnums, 0, devices)

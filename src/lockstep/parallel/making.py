@@ -4,21 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from lockstep import sharding
-from lockstep.parallel.carried import Carrier
 
 
-def make_state(
-    make: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh, carrier: Carrier
-) -> Any:
+def make_state(make: Callable[..., Any], args: tuple[Any, ...], step: Any) -> Any:
     """Run `make(*args)` as one program whose outputs lie as the step places them."""
-    everywhere = sharding.replicated(mesh)
+    everywhere = sharding.replicated(step.mesh)
 
     def describe(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
 
     shapes = jax.tree.map(describe, jax.eval_shape(make, *args))
-    layout = jax.tree.map(lambda leaf: leaf.sharding, carrier.lay_out(shapes))
+    layout = jax.tree.map(lambda leaf: leaf.sharding, step.lay_out(shapes))
     return jax.jit(make, out_shardings=layout)(*args)

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from lockstep import first_step, observers, placement
 from lockstep.compiles import CompileLog
-from lockstep.jaxprs.varying import equations
 from lockstep.parallel import making, out_of_memory, program, real_rows, several
 from lockstep.parallel.across import Across
 from lockstep.parallel.arguments import Placer
@@ -110,7 +109,7 @@ class ParallelStep:
         placed = self._place(args, kwargs)
         if self._padding_check.concerns(placed):
             self._padding_check(
-                self._run, placed, lambda padded: self._off_real_rows(placed, padded)
+                self._run, placed, lambda padded: real_rows.off(self, placed, padded)
             )
         return self._run(placed)
 
@@ -194,7 +193,7 @@ class ParallelStep:
         `optimizer_sharding` splits is never whole anywhere. In several processes all
         must make the same. Example: `step.make_state(init, jax.random.key(0))`.
         """
-        return making.make_state(make, args, self.mesh, self._carrier)
+        return making.make_state(make, args, self)
 
     def place_batch(self, batch: Any, **agreed: Any) -> Any:
         """One batch on the mesh (`None`: all dropped); see `Placer.batch`."""
@@ -208,6 +207,15 @@ class ParallelStep:
     def layout(self) -> placement.Layout:
         """Where the rows of a batch go."""
         return self._placer.layout
+
+    @property
+    def state_at(self) -> str | None:
+        """Where the outputs of the last call hold the new state; see `Program`."""
+        return None if self._last_call is None else self._last_call.program.state_at
+
+    def lay_out(self, state: Any) -> Any:
+        """A state, placed or not or only described, split as the step wants it."""
+        return self._carrier.lay_out(state)
 
     @property
     def dropped_rows(self) -> int:
@@ -290,30 +298,6 @@ class ParallelStep:
 
     def _other(self, argument: Any, name: str) -> Any:
         return self._placer.other(self._scalars.alike(argument, name), name)
-
-    def _off_real_rows(self, placed: tuple[Any, ...], padded: Any) -> str | None:
-        """What in the outputs is not as from the real rows alone, on one device."""
-        if jax.process_count() > 1:
-            return None  # no process holds all rows
-        if self.view == "device" and self._draws(placed):
-            return None  # the devices' own masks are not those of one device
-        alone = self.on(real_rows.first_device(self.mesh))
-        *args, kwargs = real_rows.without_padding(placed, alone._placer.multiple)
-        try:
-            exact = placement.to_host(alone(*args, **kwargs))
-        except jax.errors.JaxRuntimeError:  # one device may be too small for it
-            return None
-        current = next(iter(alone._programs.values()))
-        old = args[0] if current.state_at else None
-        if current.state_at == "all":
-            padded, exact = (padded,), (exact,)
-        return real_rows.first_difference(old, padded, exact)
-
-    def _draws(self, placed: tuple[Any, ...]) -> bool:
-        """Whether the step draws random numbers."""
-        traced = self.trace(*placed[:-1], **placed[-1])
-        names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)}
-        return any(n.startswith(("random_bits", "threefry", "rng_")) for n in names)
 
     def _run(self, placed: tuple[Any, ...]) -> Any:
         """Run one step on placed arguments, compiling it where they are new."""

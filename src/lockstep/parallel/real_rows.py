@@ -11,10 +11,42 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep import placement, tree
+from lockstep.jaxprs.varying import equations
 from lockstep.placement import MaskedBatch
 
 TOLERANCE = 1e-3  # far above rounding, and above what Adam makes of it in most leaves
 TOLERANCE_16_BIT = 3e-2
+
+
+def off(step: Any, placed: tuple[Any, ...], padded: Any) -> str | None:
+    """What in the outputs is not as from the real rows alone, on one device.
+
+    Args:
+        step: the `ParallelStep`.
+        placed: the placed arguments of a padded call; the last is the dict of keywords.
+        padded: its outputs, on the host.
+    """
+    if jax.process_count() > 1:
+        return None  # no process holds all rows
+    if step.view == "device" and _draws(step, placed):
+        return None  # the devices' own masks are not those of one device
+    alone = step.on(first_device(step.mesh))
+    *args, kwargs = without_padding(placed, alone.layout.multiple)
+    try:
+        exact = placement.to_host(alone(*args, **kwargs))
+    except jax.errors.JaxRuntimeError:  # one device may be too small for it
+        return None
+    old = args[0] if alone.state_at else None
+    if alone.state_at == "all":
+        padded, exact = (padded,), (exact,)
+    return first_difference(old, padded, exact)
+
+
+def _draws(step: Any, placed: tuple[Any, ...]) -> bool:
+    """Whether the step draws random numbers."""
+    traced = step.trace(*placed[:-1], **placed[-1])
+    names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)}
+    return any(n.startswith(("random_bits", "threefry", "rng_")) for n in names)
 
 
 def first_device(mesh: Mesh) -> Mesh:

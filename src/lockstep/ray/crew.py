@@ -1,6 +1,7 @@
 """The workers of one attempt, as actors of Ray: the one file that talks to Ray."""
 
-# pyright: reportMissingImports=false
+# Ray is an extra: where it is not installed, the checks know none of its names.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,7 @@
 """`fit`: a script or a function in several processes on a Ray cluster."""
 
-# pyright: reportMissingImports=false
+# Ray is an extra: where it is not installed, the checks know none of its names.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 
 import importlib.util
 import os
