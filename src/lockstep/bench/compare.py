@@ -20,6 +20,11 @@ OPTIONS = {
         "grad_norm": False,
         "optimizer_sharding": "data",
     },
+    "train step, same bits": {
+        "axis_name": "data",
+        "grad_norm": False,
+        "fixed_shards": 8,
+    },
 }
 
 
