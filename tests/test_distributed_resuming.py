@@ -11,9 +11,9 @@ SCRIPT = str(Path(__file__).with_name("topologies") / "resuming.py")
 pytestmark = pytest.mark.full
 
 
-def run(folder, kind, *options):
+def run(folder, kind, *options, processes=2):
     """The result, and the loss of each step as it was printed last."""
-    options = ("--processes", "2", "--simulate", "1", *options)
+    options = ("--processes", str(processes), "--simulate", "1", *options)
     result = run_lockstep("run", *options, SCRIPT, str(folder), kind)
     losses = re.findall(r"loss (\d+) (\S+)", result.stdout)
     return result, {int(step): value for step, value in losses}
@@ -38,6 +38,18 @@ def test_sigterm_to_one_process_saves_the_same_step_on_all(tmp_path, whole):
     assert result.returncode == 0, result.stderr
     assert min(after) == int(ended) + 1
     assert before | after == whole  # the same bits
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_goes_on_in_another_number_of_processes(tmp_path, whole, processes):
+    """The same batches, and the losses to rounding."""
+    result, before = run(tmp_path, "SIGTERM")
+    assert result.returncode == 75, result.stderr
+    result, after = run(tmp_path, "SIGTERM", processes=processes)
+    assert result.returncode == 0, result.stderr
+    assert min(after) == max(before) + 1 and max(after) == 20
+    for step, loss in after.items():
+        assert float(loss) == pytest.approx(float(whole[step]), rel=1e-6)
 
 
 def test_a_killed_process_and_a_restart_give_the_same_losses(tmp_path, whole):
