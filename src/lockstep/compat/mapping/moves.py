@@ -5,6 +5,7 @@ Arrays committed to one device, or spread otherwise, JAX refuses today; the `pma
 old took them.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from lockstep import notices
+
+_sharding = operator.attrgetter("sharding")
 
 
 @dataclass
@@ -47,7 +50,10 @@ class Moves:
 
 def places(leaves: Sequence[Any]) -> list[Any]:
     """The sharding of every leaf; `None` for one that does not lie on a device."""
-    return [getattr(leaf, "sharding", None) for leaf in leaves]
+    try:  # without a loop in Python: a state may have hundreds of leaves
+        return list(map(_sharding, leaves))
+    except AttributeError:  # some come from the host
+        return [getattr(leaf, "sharding", None) for leaf in leaves]
 
 
 def is_elsewhere(leaf: Any, want: NamedSharding) -> bool:
