@@ -87,6 +87,13 @@ def _watch_sigterm(line: Line) -> None:
         leave_run(128 + number)
 
     signal.signal(signal.SIGTERM, end if own == signal.SIG_DFL else own)
+    atexit.register(_ignore_late_sigterm, line)
+
+
+def _ignore_late_sigterm(line: Line) -> None:
+    """At its very end Python drops its handlers, and a SIGTERM may be on its way."""
+    if line.stopping.is_agreed:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _wait_to_end(line: Line) -> None:
