@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from bench_maker import write_maker
 from fresh_process import run_lockstep
 
 from lockstep.bench import compare, handwritten, report, workload
@@ -216,15 +217,8 @@ class TestMakers:
 
 
 def test_the_command(tmp_path):
-    script = tmp_path / "my_step.py"
-    script.write_text(
-        "import jax.numpy as jnp, numpy as np, optax\n"
-        "def make():\n"
-        "    def loss(w, batch):\n"
-        "        return jnp.mean((batch['x'] @ w) ** 2)\n"
-        "    batch = {'x': np.ones((8, 3), np.float32)}\n"
-        "    return loss, optax.sgd(0.1), jnp.ones(3), batch\n"
+    done = run_lockstep(
+        "bench", "--simulate", "2", "--turns", "2", write_maker(tmp_path)
     )
-    done = run_lockstep("bench", "--simulate", "2", "--turns", "2", f"{script}:make")
     assert done.returncode == 0, done.stderr
     assert "8 rows on 2 devices" in done.stdout and "fastest here:" in done.stdout

@@ -1,6 +1,7 @@
 """`lockstep scale`: formulas by hand, and what others have measured and published."""
 
 import pytest
+from bench_maker import write_maker
 from fresh_process import run_lockstep
 
 from lockstep.scale import (
@@ -127,15 +128,7 @@ class TestTheCommand:
         assert done.returncode == 2 and words in done.stderr
 
     def test_of_a_step(self, tmp_path):
-        (tmp_path / "my_step.py").write_text(
-            "import jax.numpy as jnp, numpy as np, optax\n"
-            "def make():\n"
-            "    def loss(w, batch):\n"
-            "        return jnp.mean((batch['x'] @ w) ** 2)\n"
-            "    batch = {'x': np.ones((8, 3), np.float32)}\n"
-            "    return loss, optax.sgd(0.1), jnp.ones(3), batch\n"
-        )
-        where = f"{tmp_path / 'my_step.py'}:make"
+        where = write_maker(tmp_path)
         done = run_lockstep("scale", where, JAX_NUM_CPU_DEVICES="2")
         assert done.returncode == 0, done.stderr
         # Three parameters, and the sums of the loss: 4 bytes each.

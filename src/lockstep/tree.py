@@ -33,19 +33,21 @@ def is_key(leaf: Any) -> bool:
     )
 
 
-def is_gone(leaf: jax.Array) -> bool:
+def is_gone(leaf: Any) -> bool:
     """Whether a step has taken over the memory of an array, on any device.
 
     What `device_get` returns on a CPU is the very memory of the first device, which can
     then not be taken over with that of the others: JAX says the array is alive.
     """
-    pieces = getattr(leaf, "_arrays", None)  # keys have none; nor has what is deleted
-    return leaf.is_deleted() or (pieces is not None and pieces[-1].is_deleted())
+    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
+        return isinstance(leaf, jax.Array)
+    shards = leaf.addressable_shards
+    return bool(shards) and shards[-1].data.is_deleted()
 
 
 def check_leaf_alive(leaf: Any, path: str) -> None:
     """Raise a RuntimeError for an array whose memory a step has taken over."""
-    if isinstance(leaf, jax.Array) and is_gone(leaf):
+    if is_gone(leaf):
         raise RuntimeError(
             f"{path} was donated to an earlier call of a step and is gone: use the "
             "state that the step returned, or wrap the step with donate_argnums=()"

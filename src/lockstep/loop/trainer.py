@@ -170,7 +170,7 @@ class Trainer:
         """
         if self._state is None:
             raise RuntimeError("no state yet: call fit(state, batches) or steps(...)")
-        if any(_is_gone(leaf) for leaf in jax.tree.leaves(self._state)):
+        if any(map(is_gone, jax.tree.leaves(self._state))):
             raise RuntimeError(
                 f"the state after step {self.step} is gone: step {self.step + 1} took "
                 "over its memory and failed. Start again from a checkpoint, or make "
@@ -332,7 +332,3 @@ def _check_guard(transfer_guard: str | None) -> bool:
     if transfer_guard not in (None, "error"):
         raise ValueError(f"transfer_guard={transfer_guard!r}; it is None or 'error'")
     return transfer_guard == "error"
-
-
-def _is_gone(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and is_gone(leaf)

@@ -108,7 +108,7 @@ class Placer:
     def other(self, argument: Any, name: str) -> Any:
         """A replicated argument: a key, a learning rate, a teacher's parameters."""
         leaves = jax.tree.leaves(argument)
-        if any(isinstance(x, jax.Array) and tree.is_gone(x) for x in leaves):
+        if any(map(tree.is_gone, leaves)):
             check_alive(argument, name)
         if self.is_placed(leaves):
             if any(tree.identity(leaf) in self._in_state for leaf in leaves):
@@ -181,7 +181,7 @@ class Placer:
     def _batch_is_placed(self, batch: Any, name: str) -> bool:
         """Whether a batch lies on the mesh by rows; refuse one placed otherwise."""
         leaves = jax.tree.leaves(batch)
-        if any(isinstance(x, jax.Array) and tree.is_gone(x) for x in leaves):
+        if any(map(tree.is_gone, leaves)):
             check_alive(batch, name)
         if not leaves or not self.is_placed(leaves):
             return False
