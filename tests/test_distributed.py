@@ -76,6 +76,11 @@ OPENMPI_5_ON_ONE_MACHINE = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "prterun-host-77@1",
 }
+OPENMPI_5 = OPENMPI_5_ON_ONE_MACHINE | {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "PMIX_NAMESPACE": "prterun-gpu-node-3-4711@1",
+}
 KUBERNETES = {
     "KUBERNETES_SERVICE_HOST": "10.1.0.1",
     "JOB_COMPLETION_INDEX": "1",
@@ -101,6 +106,7 @@ KUBERNETES = {
             OPENMPI_5_ON_ONE_MACHINE,
             Launched("mpirun (OpenMPI)", 2, 1, "127.0.0.1:61518", 1, 2),
         ),
+        (OPENMPI_5, Launched("mpirun (OpenMPI)", 2, 1, "gpu-node-3:62059", 0, 1)),
         (KUBERNETES, Launched("Kubernetes", 2, 1, "train-0.train:4711")),
         ({"JOB_COMPLETION_INDEX": "1"}, None),
         ({"PMI_SIZE": "2", "PMI_RANK": "1"}, Launched("mpirun (PMI)", 2, 1, None)),

@@ -104,10 +104,12 @@ def _openmpi(environ: Mapping[str, str]) -> Launched | None:
     if count is None or index is None:
         return None
     local_count = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") or 1
-    # 4 says where mpirun runs; 5 says nothing that holds on all machines.
+    # Both say where mpirun runs, and process 0 is taken to be there: 4 by an address,
+    # `10092.0;tcp://10.0.0.5:41555`, and 5 by a name, `prterun-node1-4711@1`.
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-    job = uri.partition(".")[0] or environ.get("PMIX_NAMESPACE", "")
-    here = re.search(r"tcp://([^,:;]+)", uri)
+    space = environ.get("PMIX_NAMESPACE", "")
+    job = uri.partition(".")[0] or space
+    here = re.search(r"tcp://([^,:;]+)", uri) or re.match(r"prterun-(.+)-\d+@", space)
     host = "127.0.0.1" if local_count == count else here and here.group(1)
     return Launched(
         "mpirun (OpenMPI)",

@@ -16,6 +16,7 @@ from lockstep.distributed.hub import Hub, Member
 from lockstep.distributed.line import Line
 from lockstep.distributed.local_gpus import own_devices, shared_gpus
 from lockstep.distributed.messages import Messages
+from lockstep.distributed.scheduling import backend_that_gives_way
 from lockstep.distributed.session import (
     Session,
     begin,
@@ -170,6 +171,14 @@ def _address_by_mpi(found: Launched) -> str:
             f"{found.by} does not say where process 0 is: install mpi4py, or set "
             "JAX_COORDINATOR_ADDRESS=host:port, or give coordinator_address="
         ) from None
+    seen = MPI.COMM_WORLD.Get_size()
+    if seen != found.count:  # each process takes itself for number 0
+        library = MPI.Get_library_version().partition(",")[0]
+        raise RuntimeError(
+            f"mpirun started {found.count} processes, and mpi4py sees {seen}: it has "
+            f"loaded another MPI ({library}). Set MPI4PY_LIBMPI to the libmpi.so of "
+            "this mpirun, or JAX_COORDINATOR_ADDRESS=host:port"
+        )
     with socket.create_server(("", 0)) as free:
         own = f"{socket.gethostname()}:{free.getsockname()[1]}"
     return MPI.COMM_WORLD.bcast(own, root=0)
@@ -221,7 +230,9 @@ def _meet(
 def _compare(launched: Launched) -> None:
     """Start the devices everywhere, refuse unequal ones, print the table."""
     everybody = tuple(range(launched.count))
-    rows: Any = exchange(startup.facts(), everybody, what="its devices")
+    with backend_that_gives_way():
+        facts = startup.facts()
+    rows: Any = exchange(facts, everybody, what="its devices")
     startup.check(rows)
     if launched.index == 0:
         text = startup.table(rows, launched.by)
