@@ -37,6 +37,18 @@ def test_draws_for_rows_and_for_others():
     assert sorted(draws) == [((2,), False), ((2,), True)]
 
 
+def test_draws_of_other_kinds():
+    def step(w, x, key):
+        shared = jax.random.gamma(KEY, jnp.ones(x.shape))
+        words = jnp.tile(jax.random.key_data(KEY), 2)
+        bits = lax.rng_bit_generator(words, x.shape)[1]
+        own = lax.rng_uniform(0.0, 1.0, x.shape)
+        return w + average((x * shared * bits * own).mean())
+
+    draws = dataflow.row_draws(body(step, 1, KEY), body(step, 4, KEY))
+    assert draws == [((2,), False), ((2,), False), ((2,), True)]
+
+
 @jax.jit
 def scale(x, factor):
     """Called twice, traced once."""

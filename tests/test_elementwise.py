@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax import lax
 
 from lockstep.jaxprs.elementwise import Form, Leaf, NotElementwise, check_same
 from lockstep.packing import Packing
@@ -180,6 +181,10 @@ class TestFormulas:
         compare(lambda xs: [inner(x) for x in xs])
         with pytest.raises(NotElementwise, match="not elementwise"):
             compare(lambda xs: [jax.jit(jnp.flip)(x) for x in xs])
+
+    def test_a_barrier_is_no_operation(self):
+        compare(lambda xs: [lax.optimization_barrier((x, 2.0))[0] for x in xs])
+        compare(lax.optimization_barrier)
 
     def test_other_number_types(self):
         with pytest.raises(NotElementwise, match="by their shape"):

@@ -8,6 +8,8 @@ import pytest
 
 import lockstep as ls
 from lockstep.parallel.independence.check import RowsCheck
+from lockstep.parallel.independence.flow import Follow
+from lockstep.parallel.independence.kinds import Met, Rows
 from lockstep.parallel.independence.trial import Trial
 
 _RNG = np.random.default_rng(0)
@@ -82,6 +84,38 @@ def test_rows_that_meet_are_refused_with_the_line(loss, where, mesh_of):
 def test_a_sum_is_no_mean(loss, mesh_of):
     with pytest.raises(ValueError, match=r"loss is a sum .* give \S+ on one device"):
         call(loss, mesh_of(4))
+
+
+def by_gamma(params, batch, key):
+    """Draws whose distribution is each row's own."""
+    return jax.random.gamma(key, 1 + losses_of(params, batch))
+
+
+@pytest.mark.parametrize(
+    "loss, what",
+    [
+        (lambda p, b, key: by_gamma(p, b, key).sum(), "a sum over its rows"),
+        (
+            lambda p, b, key: (
+                losses_of(p, b) * jax.random.gamma(key, 1.0 + jnp.arange(len(b["y"])))
+            ),
+            "rows meet in `mul`",
+        ),
+    ],
+    ids=["sum", "by place"],
+)
+def test_draws_do_not_hide_what_they_are_made_of(loss, what, mesh_of):
+    with pytest.raises(ValueError, match=what):
+        call(loss, mesh_of(4), key=jax.random.key(0))
+
+
+def test_a_generator_mixes_all_words_of_its_key():
+    def draw(words):
+        return jax.lax.rng_bit_generator(words, (4,))[1]
+
+    jaxpr = jax.make_jaxpr(draw)(jnp.zeros(4, "uint32")).jaxpr
+    (kind,) = Follow(4, "data", 2)(jaxpr, [Rows(0)])
+    assert isinstance(kind, Met)
 
 
 @pytest.mark.parametrize("rows", [4, 8])
@@ -238,6 +272,19 @@ def dropped(params, batch, key):
     return losses_of(params, {**batch, "x": x}).mean()
 
 
+def by_device_key(params, batch, key):
+    """Bits that XLA draws by itself."""
+    words = jnp.tile(jax.random.key_data(key), 2)
+    _, bits = jax.lax.rng_bit_generator(words, batch["x"].shape)
+    return losses_of(params, {**batch, "x": batch["x"] + (bits >> 31)})
+
+
+def with_positions(params, batch):
+    """One position a feature, the same for all rows."""
+    place = jnp.broadcast_to(jnp.arange(3.0), batch["x"].shape)
+    return losses_of(params, {**batch, "x": batch["x"] + jnp.sin(place)})
+
+
 def by_row_key(params, batch):
     keys = jax.vmap(jax.random.key)(batch["y"])
     noise = jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys)
@@ -258,6 +305,9 @@ PROVED = {
     "tokens": tokens,
     "convolved": convolved,
     "dropped": dropped,
+    "gamma": lambda p, b, key: by_gamma(p, b, key).mean(),
+    "the bits of a generator": by_device_key,
+    "positions": with_positions,
     "a key a row": by_row_key,
     "trained": trained,
     "vmap": lambda p, b: jax.vmap(lambda x: ((x @ p["w"]) ** 2).mean())(b["x"]),
@@ -272,7 +322,8 @@ PROVED = {
 @pytest.mark.parametrize("loss", PROVED.values(), ids=PROVED)
 def test_usual_losses_are_proved_without_a_run(loss, mesh_of, monkeypatch):
     monkeypatch.delattr(Trial, "gaps")
-    key = jax.random.key(0) if loss is dropped else None
+    takes_key = loss.__code__.co_argcount == 3
+    key = jax.random.key(0) if takes_key else None
     call(loss, mesh_of(4), key=key)
 
 

@@ -170,6 +170,26 @@ def test_the_device_view_pads_as_well(mesh_of):
     np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda key, n: jax.random.bernoulli(key, 0.5, (n,)),
+        lambda key, n: jax.random.gamma(key, jnp.ones(n)),
+    ],
+)
+def test_numbers_drawn_by_each_device_are_not_those_of_one(mesh_of, draw):
+    """So a padded step that draws has nothing to be held against."""
+
+    def step(w, batch, key):
+        m, count = batch["mask"], jax.lax.psum(batch["mask"].sum(), "data")
+        kept = batch["x"][:, 0] * draw(key, len(m)) * m
+        return w, {"loss": jax.lax.psum(kept.sum(), "data") / count}
+
+    run = per_device(step, mesh_of(4), remainder="pad")
+    _, metrics = run(0.0, batch_of(5), jax.random.key(0))
+    assert np.isfinite(float(metrics["loss"]))
+
+
 def test_the_largest_losses_leak_though_the_filling_is_none_of_them(mesh_of):
     def hardest(w, batch):  # of 5 rows, the two with the largest losses
         def loss(w):
@@ -260,7 +280,7 @@ def test_a_mean_of_the_devices_masked_means_is_refused(mesh_of):
 
 def test_a_loss_of_make_train_step_that_counts_all_rows_is_refused(mesh_of):
     def loss(w, batch):
-        return errors(w, batch) + (w["w"] ** 2).sum() / len(batch["y"])
+        return errors(w, batch) + 100 * (w["w"] ** 2).sum() / len(batch["y"])
 
     step = make_train_step(loss, optax.adam(1e-2))
     with pytest.raises(ValueError, match="padding changes the results"):

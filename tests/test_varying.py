@@ -76,6 +76,10 @@ CASES = {
         lambda w, x: lax.pmean(jax.grad(lambda v: (v * x).sum())(w), "data"),
     ),
     "the local gradient": (True, lambda w, x: jax.grad(lambda v: (v * x).sum())(w)),
+    "numbers from the device's own state": (
+        True,
+        lambda w, x: lax.rng_uniform(w, w, ()),
+    ),
     "a host call": (
         True,
         lambda w, x: jax.pure_callback(

@@ -19,17 +19,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from lockstep.jaxprs.primitives import ELEMENTWISE
 from lockstep.jaxprs.varying import inner_jaxprs
 
-_ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
-    complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv
-    erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite lgamma le log log1p
-    logistic lt max min mul ne neg nextafter not optimization_barrier or pow real
-    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
-    xor""".split()
-)
 _REDUCTIONS = {"reduce_sum": "add", "reduce_max": "max"}
 _JOINS = {"add": "add", "add_any": "add", "max": "max"}
 _RESHAPES = {"reshape", "broadcast_in_dim"}
@@ -203,6 +195,8 @@ class _Reader:
         if name not in _CONTROL and len(inner) == 1:
             if len(inner[0].invars) == len(ins):
                 return self.read(inner[0], _consts_of(eqn), ins)
+        if name == "optimization_barrier":
+            return ins
         joined = self._join(eqn, ins)
         if joined:
             return [joined]
@@ -222,7 +216,7 @@ class _Reader:
             return [_Value(-1, terms=terms, kind=_REDUCTIONS[name])]
         given = zip(eqn.invars, ins, strict=True)
         kept = all(v.leaf is None or var.aval.shape == shape for var, v in given)
-        if name not in _ELEMENTWISE or not kept or not all(v.flat for v in ins):
+        if name not in ELEMENTWISE or not kept or not all(v.flat for v in ins):
             raise NotElementwise(f"is not elementwise{_by(eqn)}")
         return [_Value(self._call(eqn, ins), leaves.pop())]
 
@@ -252,7 +246,7 @@ class _Reader:
             raise NotElementwise(f"has effects{_by(eqn)}")
         if name == "broadcast_in_dim" and ins[0].flat:
             return [dataclasses.replace(ins[0])]
-        if name in _ELEMENTWISE:
+        if name in ELEMENTWISE:
             flat = all(value.flat for value in ins)
             return [_Value(self._call(eqn, ins), flat=flat)]
         shapes = [str(var.aval) for var in (*eqn.invars, *eqn.outvars)]

@@ -12,6 +12,8 @@ from typing import Any
 
 from jax.extend import core
 
+from lockstep.jaxprs.primitives import KEYED_DRAWS, KEYLESS_DRAWS
+
 # Collectives whose result is the same on all devices of their axes.
 _EQUALISING = {
     "psum",
@@ -29,8 +31,8 @@ _COLLECTIVES = _EQUALISING | {
     "reduce_scatter",
     "pbroadcast",
 }
-_HOST_CALLS = {"io_callback", "pure_callback"}
-_DRAWS = {"random_bits", "random_gamma"}
+# What each device does by itself.
+_OWN = {"io_callback", "pure_callback"} | KEYLESS_DRAWS
 
 
 def varying_outputs(
@@ -107,7 +109,7 @@ def draws_equally(
     if len(draws) != len(from_keys):  # a loop whose trips vary hides its equations
         return False
     both = [
-        (eqn.primitive.name in _DRAWS and any(depends), any(depends), any(differs))
+        (eqn.primitive.name in KEYED_DRAWS and any(depends), any(depends), any(differs))
         for (eqn, differs), (_, depends) in zip(draws, from_keys, strict=True)
     ]
     equal = any(draw and not differs for draw, _, differs in both)
@@ -190,7 +192,7 @@ def _equation(
         if axis not in _axes(eqn):
             return [any(inputs)] * n_out
         return [not _equalises(eqn)] * n_out
-    if name in _HOST_CALLS:
+    if name in _OWN:
         return [True] * n_out
     if name == "scan":
         return _scan(eqn, inputs, axis, seen)
@@ -264,7 +266,7 @@ def _equalises(eqn: Any) -> bool:
 
 def _makes_variation(eqn: Any, axis: str) -> bool:
     name = eqn.primitive.name
-    if name in _HOST_CALLS:
+    if name in _OWN:
         return True
     collective = name == "axis_index" or name in _COLLECTIVES
     return collective and axis in _axes(eqn) and not _equalises(eqn)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep import placement, tree
+from lockstep.jaxprs.primitives import DRAWS
 from lockstep.jaxprs.varying import equations
 from lockstep.placement import MaskedBatch
 
@@ -45,8 +46,7 @@ def off(step: Any, placed: tuple[Any, ...], padded: Any) -> str | None:
 def _draws(step: Any, placed: tuple[Any, ...]) -> bool:
     """Whether the step draws random numbers."""
     traced = step.trace(*placed[:-1], **placed[-1])
-    names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)}
-    return any(n.startswith(("random_bits", "threefry", "rng_")) for n in names)
+    return any(eqn.primitive.name in DRAWS for eqn in equations(traced.jaxpr.jaxpr))
 
 
 def first_device(mesh: Mesh) -> Mesh:

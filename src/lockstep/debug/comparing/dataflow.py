@@ -11,6 +11,7 @@ from typing import Any
 from jax.extend import core
 
 from lockstep.debug.comparing.trials import Body
+from lockstep.jaxprs.primitives import DRAWS
 from lockstep.jaxprs.varying import (
     equations,
     inner_jaxprs,
@@ -18,11 +19,10 @@ from lockstep.jaxprs.varying import (
     varying_equations,
 )
 
-_DRAWS = {"random_bits", "random_gamma", "rng_bit_generator"}
 _ROOTS = {"sqrt", "rsqrt", "pow"}
 _LIMITS = {"max", "min", "clamp"}
 # What stands between a gradient and its clipped version.
-_ELEMENTWISE = _LIMITS | {
+_BETWEEN = _LIMITS | {
     "add",
     "sub",
     "broadcast_in_dim",
@@ -78,14 +78,14 @@ def clips_before_averaging(body: Body) -> bool:
         for var in eqn.invars
     ]
     factors = []
-    for eqn, scope in graph.upstream(reduced, through=_ELEMENTWISE):
+    for eqn, scope in graph.upstream(reduced, through=_BETWEEN):
         if eqn.primitive.name in _LIMITS and eqn.outvars[0].aval.size > 1:
             return True
         if eqn.primitive.name in ("mul", "div"):
             factors += [(var, scope) for var in eqn.invars]
     return any(
         eqn.primitive.name in _ROOTS and eqn.outvars[0].aval.size == 1
-        for eqn, _ in graph.upstream(factors, through=_ELEMENTWISE)
+        for eqn, _ in graph.upstream(factors, through=_BETWEEN)
         if id(eqn) in own
     )
 
@@ -174,5 +174,5 @@ def _draws(body: Body) -> list[tuple[tuple[int, ...], bool]]:
     return [
         (eqn.outvars[-1].aval.shape, marks[-1])
         for eqn, marks in varying_equations(body.jaxpr, body.varies, body.axis)
-        if eqn.primitive.name in _DRAWS
+        if eqn.primitive.name in DRAWS
     ]

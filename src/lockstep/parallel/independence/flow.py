@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from lockstep.jaxprs.primitives import DRAWS, ELEMENTWISE
 from lockstep.jaxprs.varying import inner_jaxprs, scan_parts
 from lockstep.parallel.independence import shapes
 from lockstep.parallel.independence.kinds import (
@@ -27,15 +28,6 @@ from lockstep.parallel.independence.kinds import (
 )
 
 _LINEAR = {"neg", "convert_element_type", "copy", "reduce_precision", "stop_gradient"}
-_ELEMENTWISE = _LINEAR | set(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
-    complex conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne
-    nextafter not one_minus_square or population_count pow real rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    sub tan tanh threefry2x32 xor""".split()
-)
-_DRAWS = {"random_bits", "random_gamma"}
 _KEYS = {"random_seed", "random_wrap", "random_unwrap", "random_fold_in"}
 _KEYS |= {"random_split", "random_clone"}
 _REDUCTIONS = {"reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
@@ -111,12 +103,12 @@ class Follow:
     def _one(self, eqn: Any, kinds: list[Kind]) -> Kind:
         """The kind of all outputs of an equation without inner jaxprs."""
         name = eqn.primitive.name
-        if name in _ELEMENTWISE:
+        if name in ELEMENTWISE:
             return self._elementwise(eqn, kinds)
         if name == "bitcast_convert_type" and shapes.same_shape(eqn):
             return self._elementwise(eqn, kinds)
-        if name in _DRAWS:  # other numbers on other devices are what draws are
-            return kinds[0] if isinstance(kinds[0], Rows) else Free()
+        if name in DRAWS:
+            return self._draw(eqn, kinds)
         if name in _KEYS and isinstance(kinds[0], Rows):
             return kinds[0]
         if all(isinstance(kind, Free) for kind in kinds):
@@ -137,6 +129,18 @@ class Follow:
                 return Uneven(eqn)
             return shapes.dot_over_rows(eqn, kinds) or Met(eqn)
         return shapes.rearranged(eqn, kinds) or Met(eqn)
+
+    def _draw(self, eqn: Any, kinds: list[Kind]) -> Kind:
+        """Other numbers on other devices are what draws are: the key may vary.
+
+        Other inputs may not, as the shape parameters of `jax.random.gamma`.
+        """
+        key, *others = kinds
+        if isinstance(key, Free):
+            return self._elementwise(eqn, [Free(), *others])
+        if eqn.primitive.name == "rng_bit_generator":  # mixes all words of its key
+            return Met(eqn)
+        return self._elementwise(eqn, kinds)
 
     def _apart_from(self, eqn: Any, kinds: list[Kind], axis: int) -> Kind:
         """What mixes values along one axis, which must not be that of the rows."""

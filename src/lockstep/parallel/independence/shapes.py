@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lockstep.jaxprs.primitives import ELEMENTWISE
 from lockstep.parallel.independence.kinds import (
     Average,
     Free,
@@ -59,14 +60,8 @@ def free(eqn: Any, kinds: Sequence[Any]) -> Free:
     if name == "transpose":
         order = eqn.params["permutation"]
         return Free(frozenset(order.index(axis) for axis in varies))
-    pointwise = same_shape(eqn) and name in _POINTWISE
+    pointwise = same_shape(eqn) and name in ELEMENTWISE
     return Free(varies if pointwise else all_axes(out))
-
-
-# The ones that matter: how a mask of positions is made and used.
-_POINTWISE = set(
-    "add sub mul div max min eq ne lt le gt ge and or not select_n exp log neg".split()
-)
 
 
 def rearranged(eqn: Any, kinds: Sequence[Kind]) -> Kind | None:
