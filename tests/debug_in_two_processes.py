@@ -34,6 +34,12 @@ def on_all_devices(value):
     return jax.make_array_from_callback(np.shape(value), where, lambda i: value[i])
 
 
+def split_by_rows(rows):
+    where = NamedSharding(ls.make_mesh(), PartitionSpec("data"))
+    rows = np.array(rows, np.float32)
+    return jax.make_array_from_callback(rows.shape, where, lambda i: rows[i])
+
+
 def equal_copies_pass():
     check_replicas({"w": on_all_devices(np.ones(3)), "n": on_all_devices(np.int32(3))})
 
@@ -58,9 +64,7 @@ def a_bad_row_is_named_by_both():
         return w, jnp.log(x * w).mean()
 
     step = nan_guard(ls.parallelize(step))
-    where = NamedSharding(ls.make_mesh(), PartitionSpec("data"))
-    rows = np.array([1, 2, -3, 4], np.float32)
-    x = jax.make_array_from_callback((4,), where, lambda i: rows[i])
+    x = split_by_rows([1, 2, -3, 4])
     text = raised(NonFiniteError, step, on_all_devices(np.float32(1)), x)
     third = ls.make_mesh().devices.flat[2]
     assert f"device {third.id} (process 1), batch row 2: makes it" in text, text
@@ -73,9 +77,7 @@ def a_bad_row_is_named_in_the_device_view():
         return w - jax.lax.pmean(grad, "data"), jax.lax.pmean(loss, "data")
 
     step = nan_guard(ls.per_device(step))
-    where = NamedSharding(ls.make_mesh(), PartitionSpec("data"))
-    rows = np.array([1, -2, 3, 4], np.float32)
-    x = jax.make_array_from_callback((4,), where, lambda i: rows[i])
+    x = split_by_rows([1, -2, 3, 4])
     text = raised(NonFiniteError, step, on_all_devices(np.float32(1)), x)
     second = ls.make_mesh().devices.flat[1]
     assert f"device {second.id} (process 0), batch row 1: makes it" in text, text
@@ -89,12 +91,11 @@ def rows_that_meet_are_refused_by_both():
         return (batch["x"] * params["w"]).max()
 
     step = ls.make_train_step(largest, optax.sgd(0.1), axis_name="data")
-    where = NamedSharding(ls.make_mesh(), PartitionSpec("data"))
-    for rows in (np.arange(8), np.array([1, 2, 3, 4, 0, 0, 0, 0])):
-        rows = rows.astype(np.float32)
-        x = jax.make_array_from_callback((8,), where, lambda i, r=rows: r[i])
+    for rows in (range(8), [1, 2, 3, 4, 0, 0, 0, 0]):
         state = step.init({"w": np.float32(1)})
-        text = raised(ValueError, ls.per_device(step), state, {"x": x})
+        text = raised(
+            ValueError, ls.per_device(step), state, {"x": split_by_rows(rows)}
+        )
         assert "the loss is no mean of independent rows" in text, text
 
 

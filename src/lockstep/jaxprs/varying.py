@@ -124,14 +124,20 @@ def reduces_over(closed_jaxpr: core.ClosedJaxpr, axis_name: str) -> bool:
 def named_axis_use(closed_jaxpr: core.ClosedJaxpr, axis_name: str) -> str | None:
     """The first primitive at any depth that names the axis, `axis_index` included."""
     for eqn in equations(_open(closed_jaxpr)):
-        if axis_name in _axes(eqn):
+        if axis_name in axes_of(eqn):
             return eqn.primitive.name
     return None
 
 
 def is_collective(eqn: Any, axis_name: str) -> bool:
     """Whether an equation moves or reduces values over the axis."""
-    return eqn.primitive.name in _COLLECTIVES and axis_name in _axes(eqn)
+    return eqn.primitive.name in _COLLECTIVES and axis_name in axes_of(eqn)
+
+
+def axes_of(eqn: Any) -> tuple[Any, ...]:
+    """The mesh axes that a collective is over."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(axes) if isinstance(axes, (tuple, list, set, frozenset)) else (axes,)
 
 
 def equations(jaxpr: core.Jaxpr) -> Iterable[Any]:
@@ -189,7 +195,7 @@ def _equation(
 ) -> list[bool]:
     name, n_out = eqn.primitive.name, len(eqn.outvars)
     if name == "axis_index" or name in _COLLECTIVES:
-        if axis not in _axes(eqn):
+        if axis not in axes_of(eqn):
             return [any(inputs)] * n_out
         return [not _equalises(eqn)] * n_out
     if name in _OWN:
@@ -254,11 +260,6 @@ def _rank_differs(outside: Any, inside: Any) -> bool:
     return len(outside.aval.shape) != len(inside.aval.shape)
 
 
-def _axes(eqn: Any) -> tuple[Any, ...]:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(axes) if isinstance(axes, (tuple, list, set, frozenset)) else (axes,)
-
-
 def _equalises(eqn: Any) -> bool:
     groups = eqn.params.get("axis_index_groups")
     return eqn.primitive.name in _EQUALISING and groups is None
@@ -269,4 +270,4 @@ def _makes_variation(eqn: Any, axis: str) -> bool:
     if name in _OWN:
         return True
     collective = name == "axis_index" or name in _COLLECTIVES
-    return collective and axis in _axes(eqn) and not _equalises(eqn)
+    return collective and axis in axes_of(eqn) and not _equalises(eqn)

@@ -63,8 +63,8 @@ class ParallelStep:
         self.compiles = CompileLog(name, max_compiles)
         self.observers = observers.for_new_step()
         self._options = options
+        self._together = several.Together(self.compiles)
         self._programs: dict[Any, program.Program] = {}
-        self._several: dict[Any, Callable[..., Any]] = {}
         self._strong: dict[Any, dict[int, Any]] = {}
         self._last_call: LastCall | None = None
         self._run_ahead = RunAhead()
@@ -156,23 +156,13 @@ class ParallelStep:
     def _dispatch(
         self, current: program.Program, state: Any, calls: tuple[Any, ...]
     ) -> tuple[Any, list[Any]]:
-        """Run several steps as one program, compiling it where they are new."""
-        key = (id(current), len(calls))
-        if key not in self._several:
-            names = self._names((state, *calls[0]))
-            self._several[key] = several.together(
-                current, state, len(calls), names, self.compiles
-            )
+        """Run several steps as one program."""
         self._across.begin(len(calls))
-        started, compiled = time.perf_counter(), self.compiles.count
-        state, results = self._several[key](state, calls)
+        names = self._names((state, *calls[0]))
+        state, results = self._together(current, state, calls, names)
         rest, token = results[-1]
         self._run_ahead.add(current.readable((state, rest)) if token is None else token)
-        if self.compiles.count > compiled:
-            self.compiles.finish(time.perf_counter() - started)
-        return self._carrier.show_state(state), [
-            outs[0] if len(outs) == 1 else tuple(outs) for outs, _ in results
-        ]
+        return self._carrier.show_state(state), [_single(rest) for rest, _ in results]
 
     def place_state(self, state: Any) -> Any:
         """The state on the mesh: host leaves are copied, placed leaves stay."""

@@ -1,5 +1,6 @@
 """Several steps in one dispatch, for steps so small that the dispatch is their cost."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,28 +12,53 @@ from lockstep.parallel.program import Program
 from lockstep.parallel.static_leaves import unwrap
 
 
-def together(
+class Together:
+    """Runs several steps of one program, as a program that is made once."""
+
+    def __init__(self, compiles: CompileLog) -> None:
+        """Compiles are noted in the log of the one step."""
+        self._compiles = compiles
+        self._made: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(
+        self,
+        program: Program,
+        state: Any,
+        calls: tuple[Any, ...],
+        names: Sequence[str],
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Dispatch the steps.
+
+        Args:
+            program: one step, which returns its state first.
+            state: the placed state; donated if one step donates it.
+            calls: for each step its placed arguments after the state.
+            names: how the arguments of one step are called.
+
+        Returns:
+            The last state, and what each step returned after its state, with its
+            token: arrays of their own, as of steps called one by one.
+        """
+        key = (id(program), len(calls))
+        if key not in self._made:
+            self._made[key] = _program_of_many(
+                program, state, len(calls), names, self._compiles
+            )
+        started, compiled = time.perf_counter(), self._compiles.count
+        results = self._made[key](state, calls)
+        if self._compiles.count > compiled:
+            self._compiles.finish(time.perf_counter() - started)
+        return results
+
+
+def _program_of_many(
     program: Program,
     state: Any,
     count: int,
     names: Sequence[str],
     compiles: CompileLog,
 ) -> Callable[..., Any]:
-    """A program that runs `count` steps of another one.
-
-    Args:
-        program: one step, which returns its state first.
-        state: the placed state, for where it lies.
-        count: how many steps a call has.
-        names: how the arguments of one step are called.
-        compiles: where the compile is noted.
-
-    Returns:
-        `(state, calls) -> (state, results)`, where `calls` holds for each step its
-        placed arguments after the state, and `results` what each step returned after
-        its state, with its token: arrays of their own, as of steps called one by one.
-        The state is donated if one step donates it.
-    """
+    """A program that runs `count` steps of another one."""
 
     def run(state: Any, calls: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         arguments = dict(zip(names, map(unwrap, (state, *calls[0])), strict=True))

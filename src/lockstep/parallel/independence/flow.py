@@ -8,6 +8,7 @@ that the rules do not know.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from lockstep.jaxprs.primitives import DRAWS, ELEMENTWISE
-from lockstep.jaxprs.varying import inner_jaxprs, scan_parts
+from lockstep.jaxprs.varying import axes_of, inner_jaxprs, scan_parts
 from lockstep.parallel.independence import shapes
 from lockstep.parallel.independence.kinds import (
     Average,
@@ -206,7 +207,7 @@ class Follow:
             return Rows(kind.axis - sum(axis < kind.axis for axis in axes))
         if name != "reduce_sum":
             return Met(eqn)
-        size = shapes.product(shape[axis] for axis in axes)
+        size = math.prod(shape[axis] for axis in axes)
         if isinstance(kind, Rows):
             return Sum(size, mask=kind.mask)
         if isinstance(kind, Sum):
@@ -215,8 +216,7 @@ class Follow:
 
     def _collective(self, eqn: Any, kind: Kind) -> Kind:
         """Over the devices: what all rows went into is the same everywhere."""
-        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+        axes = axes_of(eqn)
         everywhere = Free(shapes.all_axes(eqn.outvars[0]))
         if self.axis_name not in axes:
             return kind

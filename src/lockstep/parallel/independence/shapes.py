@@ -15,8 +15,6 @@ from lockstep.parallel.independence.kinds import (
     Uneven,
 )
 
-product = math.prod
-
 
 def all_axes(var: Any) -> frozenset[int]:
     """The axes along which a value may differ, when nothing is known."""
@@ -89,7 +87,7 @@ def moved_rows(eqn: Any, kinds: Sequence[Kind], rows: int) -> int | None:
 def dot_over_rows(eqn: Any, kinds: Sequence[Kind]) -> Sum | None:
     """A product that is contracted over the rows is a sum over them."""
     (left, right), _ = eqn.params["dimension_numbers"]
-    size = product(eqn.invars[0].aval.shape[axis] for axis in left)
+    size = math.prod(eqn.invars[0].aval.shape[axis] for axis in left)
     a, b = kinds
     if isinstance(a, Rows) and isinstance(b, Rows):
         pairs = zip(left, right, strict=True)
@@ -135,7 +133,7 @@ def _reshape(eqn: Any, kinds: Sequence[Kind], rows: int) -> int | None:
         return None
     before, after = _shape(eqn), eqn.outvars[0].aval.shape
     for to, size in enumerate(after):
-        if size % rows == 0 and product(after[:to]) == product(before[:axis]):
+        if size % rows == 0 and math.prod(after[:to]) == math.prod(before[:axis]):
             return to
     return None
 
