@@ -7,6 +7,7 @@ the data must raise everywhere, and leave nothing behind.
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -51,6 +52,14 @@ def initialize_again_changes_nothing():
     ls.initialize()
     with pytest.raises(RuntimeError, match="called before with other arguments"):
         ls.initialize(timeout_s=7)
+
+
+def the_threads_of_the_backend_give_way():
+    policies = {
+        os.sched_getscheduler(int(name)) for name in os.listdir("/proc/self/task")
+    }
+    assert os.SCHED_BATCH in policies
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER  # the thread of the user
 
 
 def numbers_are_those_of_one_device():
@@ -230,6 +239,7 @@ def only_one_process_writes():
 
 CHECKS = (
     initialize_again_changes_nothing,
+    the_threads_of_the_backend_give_way,
     numbers_are_those_of_one_device,
     a_state_keeps_its_types,
     another_state_is_replaced_and_named,
