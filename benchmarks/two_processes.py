@@ -1,10 +1,10 @@
-"""Two processes on this machine (gloo, loopback): lockstep beside PyTorch's DDP.
+"""Two processes on this machine (gloo, loopback): lockstep, by hand, PyTorch's DDP.
 
     python benchmarks/two_processes.py [--with-torch] [--models mlp deep lm]
 
 Each process has one core. All of them start at once, wait, and get their turns one
-after the other, so that the ratios come from one run. Beside them stands each library
-in one process with both cores: time on one over time on two is its efficiency.
+after the other, so that the ratios come from one run. Beside them stand lockstep and
+DDP in one process with both cores: time on one over time on two is the efficiency.
 `--torch-python` names another Python that has torch.
 """
 
@@ -21,17 +21,18 @@ import portpicker
 HERE = Path(__file__).parent
 GOALS = {"mlp": 0.8, "deep": 0.5}
 OURS, THEIRS = "lockstep", "DDP"
+TURN_MS = 500
 
 
 class Team:
     """The processes of one contender; they run when they are told to."""
 
-    def __init__(self, python, script, model, processes):
+    def __init__(self, command, model, processes):
         address = f"127.0.0.1:{portpicker.pick_unused_port()}"
         cores = [str(i) for i in range(processes)] if processes > 1 else ["0,1"]
         self._members = [
             subprocess.Popen(
-                ["taskset", "-c", core, python, HERE / script]
+                ["taskset", "-c", core, *command]
                 + [model, address, str(processes), str(number)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -59,14 +60,17 @@ class Team:
 
 
 def contenders(torch_python):
-    jax_worker = sys.executable, "worker_jax.py"
-    rows = {OURS: (*jax_worker, 2), f"{OURS}, one process": (*jax_worker, 1)}
+    """Name -> the command of one process, and how many there are."""
+    ours = sys.executable, HERE / "worker_jax.py"
+    rows = {
+        OURS: ((*ours, "lockstep"), 2),
+        "hand-written jit": ((*ours, "jit"), 2),
+        "hand-written shard_map": ((*ours, "shard_map"), 2),
+        f"{OURS}, one process": ((*ours, "lockstep"), 1),
+    }
     if torch_python:
-        torch_worker = torch_python, "worker_torch.py"
-        rows |= {
-            THEIRS: (*torch_worker, 2),
-            f"{THEIRS}, one process": (*torch_worker, 1),
-        }
+        command = torch_python, HERE / "worker_torch.py"
+        rows |= {THEIRS: (command, 2), f"{THEIRS}, one process": (command, 1)}
     return rows
 
 
@@ -74,11 +78,13 @@ def measure(model, rows, turns):
     times = {name: [] for name in rows}
     with contextlib.ExitStack() as cleanup:
         teams = {}
-        for name, (python, script, processes) in rows.items():
-            teams[name] = Team(python, script, model, processes)
+        for name, (command, processes) in rows.items():
+            teams[name] = Team(command, model, processes)
             cleanup.callback(teams[name].close)
+        for team in teams.values():
+            team.run(3)  # compiles
         counts = {
-            name: max(1, round(150 / team.run(5))) for name, team in teams.items()
+            name: max(3, round(TURN_MS / team.run(5))) for name, team in teams.items()
         }
         draw, order = random.Random(0), list(rows)
         for _ in range(turns):
@@ -91,7 +97,7 @@ def measure(model, rows, turns):
 def report(model, times):
     print(f"{model}, two processes with one core each")
     for name, took in times.items():
-        print(f"  {name:<24}{took:9.2f} ms a step")
+        print(f"  {name:<24}{took:9.2f} ms a step{took / times[OURS]:8.2f}")
     for name in (OURS, THEIRS):
         if name in times:
             efficiency = times[f"{name}, one process"] / times[name]
