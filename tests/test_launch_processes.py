@@ -129,8 +129,10 @@ time.sleep(99)
         assert launcher.wait(60) == code
 
 
-def test_children_die_with_their_launcher(script):
-    path = script("import time; print(os.getpid(), flush=True); time.sleep(99)")
+def test_children_and_theirs_die_with_their_launcher(script):
+    path = script(
+        "import time\nif child := os.fork(): print(os.getpid(), child)\ntime.sleep(99)"
+    )
     launcher = subprocess.Popen(
         [sys.executable, "-m", "lockstep", "run", "--processes", "1", path],
         stdout=subprocess.PIPE,
@@ -138,10 +140,11 @@ def test_children_die_with_their_launcher(script):
         env=os.environ | {"PYTHONPATH": str(Path(supervise.__file__).parents[2])},
     )
     with launcher:
-        pid = int(launcher.stdout.readline().split()[1])
+        parent, child = map(int, launcher.stdout.readline().split()[1:])
+        assert is_running(parent) and is_running(child)
         launcher.kill()
         launcher.wait(60)
-        while is_running(pid):
+        while is_running(parent) or is_running(child):
             pass
 
 
@@ -179,7 +182,7 @@ def test_reports_of_native_code_are_kept_back():
     native = b"E1129 10:00:00.5 1 agent.cc:1] Polled an error\n    @ 0x7f abort\n"
     output, out, err = shown(b"[Gloo] Rank 0 is connected\nloss 1", b"a\n" + native)
     assert (out, err) == (b"[0] loss 1\n", b"[0] a\n")
-    assert output.last_line(0) == "a"
+    assert output.cause(0).text == "a"
 
 
 def test_reports_of_native_code_are_shown_where_nothing_else_says_why():
@@ -195,7 +198,7 @@ def test_reports_of_native_code_are_shown_where_nothing_else_says_why():
 def test_the_line_that_names_the_error_is_the_last():
     error = b"ValueError: bad\n--------------------\nFor simplicity, JAX has removed\n"
     output, _, err = shown(err=error)
-    assert output.last_line(0) == "ValueError: bad" and err.count(b"[0]") == 3
+    assert output.cause(0).text == "ValueError: bad" and err.count(b"[0]") == 3
 
 
 @pytest.mark.parametrize(
@@ -207,10 +210,31 @@ def test_the_line_that_names_the_error_is_the_last():
         ({0: -6, 1: -9}, {1}, 0),
         ({1: 70, 0: 70}, set(), 1),
         ({2: 5, 0: 1}, set(), 2),
+        ({0: 70, 1: -6}, set(), 1),
+        ({0: 70, 2: -6}, {2}, 0),
     ],
 )
 def test_the_culprit(failed, killed, expected):
     assert supervise.culprit(failed, killed) == expected
+
+
+def test_a_process_that_told_of_another_before_it_aborted_is_no_culprit():
+    assert supervise.culprit({0: -6, 1: -6}, set(), told={0}) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("RuntimeError: a\nb\n", "RuntimeError: a\nb"),
+        ("RuntimeError: a\n" + "b\n" * 6, "b"),
+        ("RuntimeError: a\nlockstep: c\n", "lockstep: c"),
+        ("  | Group: two\n  +-+-- 1 ---\n    | A: a\n", "| Group: two\n| A: a"),
+    ],
+)
+def test_an_error_of_several_lines_is_the_cause(error, expected):
+    trace = "Traceback (most recent call last):\n  File x\n    call()\n"
+    output, *_ = shown(err=(trace + error).encode())
+    assert output.cause(0).text == expected
 
 
 @pytest.mark.parametrize(
@@ -219,10 +243,10 @@ def test_the_culprit(failed, killed, expected):
 )
 def test_notes_and_warnings_are_no_cause(after):
     output, _, err = shown(err=b"OSError: no space left\n" + after)
-    assert output.last_line(0) == "OSError: no space left" and after in err
+    assert output.cause(0).text == "OSError: no space left" and after in err
 
 
 def test_what_lockstep_told_before_jax_aborted_is_kept():
     err = b"lockstep: process 1 has been silent\nE1129 10:00:00.5 tasks:\n1\n"
     output, _, _ = shown(err=err)
-    assert output.last_told(0) == "lockstep: process 1 has been silent"
+    assert output.cause(0).told == "lockstep: process 1 has been silent"

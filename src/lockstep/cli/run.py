@@ -97,13 +97,12 @@ def run(
     Example: lockstep run --simulate 8 train.py --lr 3e-4
     """
     from lockstep import launch
-    from lockstep.processes import child, run_processes
+    from lockstep.processes import run_processes
 
     if processes is not None:
         again = [*_options_of(context, "processes", "max_restarts"), script]
         again += args or ()
         raise typer.Exit(run_processes(processes, again, max_restarts=max_restarts))
-    child.end_with_launcher()
     program = launch.Program(script, tuple(args or ()), module)
     with ExitStack() as setup:
         if count := simulate or rehearse:

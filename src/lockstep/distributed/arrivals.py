@@ -5,10 +5,12 @@ by a signal that says no name. So the processes first meet on the coordinator's 
 """
 
 import errno
+import os
 import selectors
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.distributed.messages import Messages
@@ -160,6 +162,7 @@ def _collect(
         selector.register(listener, selectors.EVENT_READ)
         while len(arrived) < hello.count - 1:
             now = time.monotonic()
+            _check_that_none_has_ended()
             if now > started + timeout_s:
                 raise RuntimeError(_missing(hello, arrived, timeout_s))
             if now > reminder:
@@ -207,6 +210,7 @@ def _knock(
             connection.settimeout(None)
             return connection
         except OSError as error:
+            _check_that_none_has_ended()
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"process {hello.process} found no process 0 at {address} in "
@@ -214,6 +218,19 @@ def _knock(
                     "is this its address?"
                 ) from None
             time.sleep(_RETRY_S)
+
+
+def _check_that_none_has_ended() -> None:
+    """`lockstep run` sees the end of a process, and writes it down for the others."""
+    try:
+        ended = Path(os.environ["LOCKSTEP_ENDED"]).read_text().splitlines()
+    except (KeyError, OSError):
+        return
+    if ended:
+        raise RuntimeError(
+            f"{ended[0]} before all had arrived in lockstep.initialize(), which every "
+            "process must call"
+        )
 
 
 def _missing(own: Hello, arrived: dict[int, Any], seconds: float) -> str:

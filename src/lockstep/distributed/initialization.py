@@ -120,12 +120,17 @@ def _is_a_helper() -> bool:
 
 def _is_begun(arguments: dict[str, Any]) -> bool:
     session = current()
-    if session is not None and session.arguments != arguments:
+    if session is None:
+        return False
+    before = session.arguments
+    if changed := [
+        f"{k}={before[k]!r}" for k, v in arguments.items() if v != before[k]
+    ]:
         raise RuntimeError(
-            "lockstep.initialize was called before with other arguments: "
-            f"{session.arguments}; call it once, in the first line of the script"
+            "lockstep.initialize was called before with other arguments, "
+            f"{', '.join(changed)}: call it once, in the first line of the script"
         )
-    return session is not None
+    return True
 
 
 def _launched(

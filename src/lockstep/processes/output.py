@@ -9,24 +9,20 @@ import threading
 from collections import deque
 from typing import IO, BinaryIO
 
+from lockstep.processes.cause import Cause
+
 # abseil's log lines for errors, the stacks that follow, and what C++ and Python say of
 # an abort.
 _NATIVE = re.compile(
-    rb"[EF]\d{4} \d\d:\d\d:\d\d|E0000 |\*\*\* Check failure stack"
+    rb"[EF]\d{4} \d\d:\d\d:\d\d|W\d{4} [^]]* preemption_sync|E0000 "
+    rb"|\*\*\* Check failure stack"
     rb"|\s+@\s+0x|\s+@\s+\(nil\)|terminate called|  what\(\):|Fatal Python error"
     rb"|Current thread 0x|Extension modules:|Thread 0x|\*\*\* (SIG|Aborted)"
     rb"|\s+[\w.]*Error code:|The full error message|.*RPC: /tensorflow"
     rb"|:[A-Z_]+:|Additional GRPC error|=== Source Location Trace|external/xla"
-    rb"|RPC: /|The tasks have crashed"
+    rb"|RPC: /|The tasks have crashed|\. This is only expected if one of the tasks"
 )
-_OWN = b"lockstep: "
 _GREETING = b"[Gloo] Rank "  # once for each process and mesh, when all is well
-# What follows the line of a traceback that names the error.
-_AFTER = re.compile(
-    rb"For simplicity, JAX has removed|-{20}$"
-    rb"|in .+ at step \d+$|then also: "  # notes of a Trainer
-    rb"|WARNING:|\S+:\d+: \w*Warning: "  # warnings are no cause
-)
 
 
 class Output:
@@ -38,13 +34,12 @@ class Output:
         self._lock = threading.Lock()
         self._readers: list[threading.Thread] = []
         self._kept: dict[int, deque[bytes]] = {}
-        self._last: dict[int, str] = {}
-        self._told: dict[int, str] = {}
+        self._causes: dict[int, Cause] = {}
 
     def follow(self, index: int, out: IO[bytes], err: IO[bytes]) -> None:
         """Show what a process writes until it closes both streams."""
         self._kept[index] = deque(maxlen=200)
-        self._last[index] = self._told[index] = ""
+        self._causes[index] = Cause()
         for stream, to in ((out, self._out), (err, self._err)):
             reader = threading.Thread(
                 target=self._copy, args=(index, stream, to), daemon=True
@@ -58,13 +53,9 @@ class Output:
             reader.join(timeout_s)
         self._readers.clear()
 
-    def last_line(self, index: int) -> str:
-        """The last line that a process wrote to standard error, reports left out."""
-        return self._last[index]
-
-    def last_told(self, index: int) -> str:
-        """The last line of lockstep's own that a process wrote, if any."""
-        return self._told[index]
+    def cause(self, index: int) -> Cause:
+        """Why a process failed, by what it wrote to standard error."""
+        return self._causes[index]
 
     def show_kept(self, index: int) -> None:
         """Show the reports of native code after all."""
@@ -73,9 +64,10 @@ class Output:
         self._kept[index].clear()
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Something of the launcher's own."""
+        lines = [f"lockstep run: {line}\n" for line in text.splitlines()]
         with self._lock:
-            self._err.write(f"lockstep run: {text}\n".encode())
+            self._err.write("".join(lines).encode(errors="replace"))
             self._err.flush()
 
     def _copy(self, index: int, stream: IO[bytes], to: BinaryIO) -> None:
@@ -86,10 +78,8 @@ class Output:
                 if _NATIVE.match(line):
                     self._kept[index].append(line)
                     continue
-                if to is self._err and line.strip() and not _AFTER.match(line):
-                    self._last[index] = line.decode(errors="replace").strip()
-                    if line.startswith(_OWN):
-                        self._told[index] = self._last[index]
+                if to is self._err:
+                    self._causes[index].follow(line.decode(errors="replace"))
                 self._show(index, line, to)
 
     def _show(self, index: int, line: bytes, to: BinaryIO) -> None:

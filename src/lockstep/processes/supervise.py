@@ -8,15 +8,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from types import FrameType
 
 from lockstep.processes import child
+from lockstep.processes.guard import Guard
 from lockstep.processes.output import Output
 
 SAVED = 75
-_FOLLOWERS = (70, -signal.SIGABRT)  # they failed because another process did
+_OTHER_FAILED = 70
 _GRACE_S = 6.0  # for the others to say what they know
 _SIGNAL_GRACE_S = 60.0  # to save a checkpoint
 _POLL_S = 0.05
@@ -62,10 +64,15 @@ class Attempt:
         self._limit: float | None = None
         self._killed: set[int] = set()
         self._ended: dict[int, int] = {}  # index -> code, in the order of their ends
+        self._told = tempfile.NamedTemporaryFile("w", prefix="lockstep-ended-")
+        self._guard = Guard()
+        inherited = {**os.environ, "LOCKSTEP_ENDED": self._told.name}
         port = child.free_port()
         self._children: list[subprocess.Popen[bytes]] = []
         for index in range(count):
-            started = child.start(index, count, port, restart, arguments)
+            variables = child.environment(inherited, index, count, port, restart)
+            started = child.start(arguments, variables)
+            self._guard.watch(started.pid)
             self._children.append(started)
             assert started.stdout and started.stderr
             output.follow(index, started.stdout, started.stderr)
@@ -81,6 +88,8 @@ class Attempt:
                 time.sleep(_POLL_S)
         finally:
             self._kill()
+            self._guard.release()
+            self._told.close()
             self._output.finish()
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -92,6 +101,7 @@ class Attempt:
             if index in self._ended or process.poll() is None:
                 continue
             self._ended[index] = process.returncode
+            self._tell(f"{self._name(index)} {how_it_ended(process.returncode)}\n")
             if process.returncode not in (0, SAVED) and self._limit is None:
                 self._limit = time.monotonic() + _GRACE_S
         if self._limit is not None and time.monotonic() > self._limit:
@@ -102,25 +112,33 @@ class Attempt:
         failed = {i: code for i, code in self._ended.items() if code not in (0, SAVED)}
         if not failed:
             return SAVED if SAVED in self._ended.values() else 0
-        index = culprit(failed, self._killed)
-        code = failed[index]
-        last = self._output.last_line(index) if code > 0 else ""
+        told = {index for index in failed if self._output.cause(index).told}
+        index = culprit(failed, self._killed, told)
+        code, cause = failed[index], self._output.cause(index)
+        last = cause.text if code > 0 else ""
         if code == -signal.SIGABRT:  # by JAX, of whose reason lockstep may have told
-            last = self._output.last_told(index)
-        if code < 0:
-            if not last:
-                self._output.show_kept(index)
-            how = f"was ended by {signal.Signals(-code).name}"
-        else:
-            how = f"failed with exit code {code}"
+            last = cause.told
+        if code < 0 and not last:
+            self._output.show_kept(index)
         if self.signalled:
             name = signal.Signals(self.signalled).name
             self._output.say(f"ended by {name}")
             return 128 + self.signalled
-        self._output.say(f"process {index} of {len(self._children)} {how}")
+        self._output.say(f"{self._name(index)} {how_it_ended(code)}")
         if last:
             self._output.say(last)
         return 128 - code if code < 0 else code
+
+    def _name(self, index: int) -> str:
+        return f"process {index} of {len(self._children)}"
+
+    def _tell(self, text: str) -> None:
+        """Write for processes that may still wait for the one that ended."""
+        try:
+            self._told.write(text)
+            self._told.flush()
+        except OSError:
+            pass  # a full disk: they wait until initialize gives up
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Send a signal on; the second one ends all processes at once."""
@@ -129,6 +147,10 @@ class Attempt:
             return
         self.signalled = number
         self._limit = time.monotonic() + _SIGNAL_GRACE_S
+        self._output.say(
+            f"{signal.Signals(number).name} goes to all processes; a second one, or "
+            f"{_SIGNAL_GRACE_S:.0f} s, ends those that are left"
+        )
         self._each(lambda process: process.send_signal(number))
 
     def _kill(self) -> None:
@@ -144,16 +166,44 @@ class Attempt:
                 pass
 
 
-def culprit(failed: dict[int, int], killed: set[int]) -> int:
+def how_it_ended(code: int) -> str:
+    """An exit code of `subprocess` in words.
+
+    Example:
+        >>> how_it_ended(0), how_it_ended(3)
+        ('came to its end', 'failed with exit code 3')
+        >>> how_it_ended(-9)
+        'was ended by SIGKILL'
+    """
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"failed with exit code {code}" if code else "came to its end"
+
+
+def culprit(
+    failed: dict[int, int], killed: Set[int], told: Set[int] = frozenset()
+) -> int:
     """The process that failed first by itself.
+
+    One that aborted may have been ended by JAX because of another's failure, of which
+    lockstep tells first, if it has the time.
 
     Args:
         failed: index -> exit code, negative for a signal, in the order of their ends.
         killed: those that the launcher itself has ended.
+        told: those of which lockstep told why they end.
 
     Example:
-        >>> culprit({0: 70, 2: -6, 1: 3, 3: -9}, killed={3})
+        >>> culprit({0: 70, 2: -6, 1: 3, 3: -9}, killed={3}, told={0})
         1
     """
-    own = [i for i, code in failed.items() if code not in _FOLLOWERS]
-    return next((i for i in own if i not in killed), next(iter(failed)))
+
+    def distance(index: int) -> int:
+        code = failed[index]
+        if code == _OTHER_FAILED or index in killed:
+            return 3
+        if code == -signal.SIGABRT:
+            return 2 if index in told else 1
+        return 0
+
+    return min(failed, key=distance)

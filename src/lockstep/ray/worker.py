@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -18,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.processes.child import environment
+from lockstep.processes.child import environment, start
+from lockstep.processes.guard import Guard
 from lockstep.processes.output import Output
 
 _TICK_S = 0.05
@@ -78,6 +78,7 @@ class Worker:
         self._out, self._err = _Sink(), _Sink()
         self._output = Output(self._out, self._err)  # pyright: ignore[reportArgumentType]
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard = Guard()
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-ray-"))
 
     def place(self) -> tuple[str, str]:
@@ -98,14 +99,9 @@ class Worker:
             "LOCKSTEP_LOCAL_COUNT": "1",  # Ray has shared out the GPUs of the node
             "LOCKSTEP_STARTED_BY": "Ray",
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep", "run", *arguments],
-            env=environment(inherited, self._index, count, 0, restart) | own,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        variables = environment(inherited, self._index, count, 0, restart) | own
+        self._process = start(arguments, variables)
+        self._guard.watch(self._process.pid)
         assert self._process.stdout and self._process.stderr
         self._output.follow(self._index, self._process.stdout, self._process.stderr)
 
@@ -121,7 +117,7 @@ class Worker:
         self._output.finish()
         out, err = self._out.take(), self._err.take()
         self._output.show_kept(self._index)
-        last = self._output.last_line(self._index)
+        last = self._output.cause(self._index).text
         return Report(out, err, code, last, native=self._err.take())
 
     def ask_to_stop(self) -> None:
@@ -146,6 +142,7 @@ class Worker:
     def clear(self) -> None:
         """Leave nothing behind: no process and no file."""
         self.end()
+        self._guard.release()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
