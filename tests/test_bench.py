@@ -163,6 +163,18 @@ class TestContenders:
         assert [row.name for row in rows] == ["parallelize"]
         assert "parallelize(step, mesh)" in compare.describe(rows, own, mesh_of(2))
 
+    @pytest.mark.parametrize(
+        ("axis_name", "view"), [(None, "parallelize"), ("data", "per_device")]
+    )
+    def test_a_train_step_of_ones_own(self, axis_name, view, mesh_of):
+        work, mesh = work_of(), mesh_of(2)
+        step = make_train_step(loss, work.optimizer, axis_name=axis_name)
+        for own in (step, as_parallel(step, mesh)):
+            made = workload.read((own, step.init(work.params), work.batch))
+            [row] = compare.compare(made, mesh, turns=2)
+            assert row.name == view
+            assert f"{view}(step, mesh)" in compare.describe([row], made, mesh)
+
 
 class TestReport:
     ROWS = [

@@ -19,7 +19,7 @@ from lockstep.parallel import parallelize, per_device
 from lockstep.placement import replicate
 from lockstep.replicas import check_replicas
 from lockstep.step import DynamicScale, make_train_step
-from lockstep.tree import nbytes
+from lockstep.tree import first_difference, nbytes
 
 WIDE = 130  # 130 x 130 numbers are a large leaf, which 8 devices do not divide
 
@@ -69,6 +69,29 @@ def test_parameters_that_are_one_array(mesh_of):
             state, _ = run(state, batch)
         found[sharding] = jax.device_get((state.params, state.opt_state))
     assert_same(found["data"], found[None])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        np.float32(0.5),
+        {"w": np.float32(0.5), "none": np.zeros((0, 3), np.float32)},
+        {"w": np.float32(0.5), "none": np.zeros(0, jnp.bfloat16)},
+    ],
+)
+def test_scalars_and_arrays_without_numbers(params, mesh_of):
+    def rows(params, batch):
+        w = params["w"] if isinstance(params, dict) else params
+        return ((batch["x"] * w - 1) ** 2).mean(1)
+
+    one, parts = (
+        make_train_step(rows, ADAM, axis_name="data", optimizer_sharding=sharding)
+        for sharding in (None, "data")
+    )
+    want, _ = train(one, mesh_of(1), batches_of(2), one.init(params))
+    got, _ = train(parts, mesh_of(8), batches_of(2), parts.init(params))
+    assert first_difference(want, got) is None
+    assert_same(jax.tree.leaves(got.params)[-1], jax.tree.leaves(want.params)[-1], 2e-6)
 
 
 def make(view, optimizer=ADAM, sharding="data", **options):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from same import assert_same
 from stepping import on_mesh
 
@@ -220,6 +221,48 @@ class TestTheStateLooksTheSame:
         before[0]["b"] = np.full(4, 3.0)
         jax.tree.map(np.testing.assert_array_equal, state.params, before)
         assert state.carried_by(step) is not None and run.compiles.count == 1
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda params: params[1:], r"mu\[4\]\['b'\] is too many"),
+            (lambda params: [*params, params[0]], r"mu\[5\]\['b'\] is missing"),
+            (
+                lambda params: [{**params[0], "b": jnp.ones((1, 4))}, *params[1:]],
+                r"mu\[0\]\['b'\] has shape \(4,\), not \(1, 4\)",
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("sharding", [None, "data"])
+    def test_parameters_in_another_tree_are_refused(
+        self, sharding, change, words, mesh_of
+    ):
+        step = make(optimizer_sharding=sharding)
+        run, batch = per_device(step, mesh_of(4)), batches_of(1)[0]
+        state, _ = run(step.init(params_of()), batch)
+        other = dataclasses.replace(state, params=change(state.params))
+        with pytest.raises(ValueError, match=rf"keeps for .*opt_state\[0\].{words}"):
+            run(other, batch)
+
+    def test_a_new_compile_names_the_leaf(self, mesh_of, caplog):
+        step = make()
+        run, batch = per_device(step, mesh_of(2)), batches_of(1)[0]
+        state, _ = run(step.init(params_of()), batch)
+        state.params[2]["b"] = state.params[2]["b"].astype(jnp.bfloat16)
+        run(state, batch)
+        assert "state.params[2]['b'] float32[4] -> bfloat16[4]: comp" in caplog.text
+        assert "state.params[2]['b'] float32[4]" in run.compiles.entries[1].reason
+
+    def test_another_layout_names_the_leaves(self, mesh_of, caplog):
+        mesh, step = mesh_of(4, {"data": 2, "model": 2}), make()
+        run, batch = per_device(step, mesh, donate_argnums=()), batches_of(1)[0]
+        state, _ = run(step.init(params_of()), batch)
+        split = NamedSharding(mesh, PartitionSpec("model"))
+        run(
+            dataclasses.replace(state, params=jax.device_put(state.params, split)),
+            batch,
+        )
+        assert "state.params[0]['b'] and 9 more, packed whole on ev" in caplog.text
 
     def test_another_step_takes_it(self, mesh_of):
         state, _ = train(make(), make().init(params_of()), batches_of(1), mesh_of(2))

@@ -1,5 +1,7 @@
 """The state: strong types, no array twice, moving averages."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from same import assert_same
 from stepping import batch_of, make, mlp_params, square_rows
 
-from lockstep.step import TrainState
+from lockstep.step import TrainState, make_train_step
 
 
 def type_of(leaf):
@@ -91,6 +93,35 @@ class TestState:
             more(plain.init(mlp_params()), batch_of(4))
         with pytest.raises(ValueError, match=f"state.{name} is there, but not used"):
             plain(more.init(mlp_params()), batch_of(4))
+
+    def test_trees_of_other_parameters_are_refused(self):
+        step = make_train_step(
+            lambda p, b: (p["w"] * b).mean(), optax.adam(0.1), ema=0.9
+        )
+        state, batch = step.init({"w": np.ones(2, "f")}), np.ones((4, 2), "f")
+        for changes, words in (
+            ({"params": {"w": jnp.ones(2), "b": jnp.ones(1)}}, r"mu\['b'\] is missing"),
+            ({"params": {"w": jnp.ones(3)}}, r"mu\['w'\] has shape \(2,\), not \(3,\)"),
+            (
+                {"ema": {"v": state.params["w"]}},
+                r"an average of .*ema\['w'\] is missing",
+            ),
+            ({"opt_state": optax.sgd(0.1).init(state.params)}, r"count is missing"),
+        ):
+            with pytest.raises(ValueError, match=words + ".*step.init"):
+                step(dataclasses.replace(state, **changes), batch)
+
+    def test_an_optimizer_that_looks_at_values_may_start(self):
+        def init(params):
+            return {"start": float(params["w"][0])}
+
+        def update(grads, state, params=None):
+            return grads, state
+
+        optimizer = optax.GradientTransformation(init, update)
+        step = make_train_step(lambda p, b: (p["w"] * b).mean(), optimizer)
+        state, _ = step(step.init({"w": np.ones(2, "f")}), np.ones((4, 2), "f"))
+        assert float(state.opt_state["start"]) == 1.0
 
     def test_anything_else_is_no_state(self):
         step = make(square_rows)

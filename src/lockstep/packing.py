@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lockstep.tree import named_leaves
+
 # Measured: docs/performance.md, "Packed leaves".
 SMALL_BYTES = 16 * 1024
 
@@ -100,6 +102,24 @@ class Packing:
             leaves.update(zip(slot, found, strict=True))
         return jax.tree.unflatten(self.structure, [leaves[i] for i in sorted(leaves)])
 
+    def describe(self, parts: tuple[Any, ...]) -> Any:
+        """The tree with descriptions of its leaves."""
+        leaves = {
+            i: jax.ShapeDtypeStruct(self.shapes[i], part.dtype)
+            for slot, part in zip(self.slots, parts, strict=True)
+            for i in slot
+        }
+        return jax.tree.unflatten(self.structure, [leaves[i] for i in sorted(leaves)])
+
+    def names(self, name: str) -> list[str]:
+        """How messages call each part of a packed tree of that name."""
+        tree = jax.tree.unflatten(self.structure, range(len(self.shapes)))
+        paths = [path for path, _ in named_leaves(tree, name)]
+        return [
+            paths[first] + (f" and {len(others)} more, packed" if others else "")
+            for first, *others in self.slots
+        ]
+
     def cut_for(self, slices: int | None) -> "Packing":
         """The same with parts that can be cut into slices."""
         return dataclasses.replace(self, cut=slices)
@@ -111,7 +131,9 @@ class Packing:
             >>> Packing.of([jnp.ones((2, 3))]).cut_for(4).flat(jnp.ones((2, 3))).shape
             (8,)
         """
-        return jnp.pad(jnp.ravel(part), (0, -part.size % (self.cut or 1)))
+        size = max(part.size, 1)  # no slice may be empty
+        whole = size + -size % (self.cut or 1)
+        return jnp.pad(jnp.ravel(part), (0, whole - part.size))
 
 
 @jax.tree_util.register_dataclass
@@ -154,6 +176,39 @@ def unpack(trees: Any) -> Any:
         return node.unpack() if isinstance(node, Packed) else node
 
     return jax.tree.map(whole, trees, is_leaf=lambda node: isinstance(node, Packed))
+
+
+def describe(trees: Any) -> Any:
+    """All packed subtrees as descriptions of the leaves that are in them.
+
+    Example:
+        >>> params = [jnp.ones(2), jnp.zeros(())]
+        >>> [leaf.shape for leaf in describe(pack(params, Packing.of(params)))]
+        [(2,), ()]
+    """
+
+    def whole(node: Any) -> Any:
+        return node.packing.describe(node.parts) if isinstance(node, Packed) else node
+
+    return jax.tree.map(whole, trees, is_leaf=lambda node: isinstance(node, Packed))
+
+
+def names(trees: Any, name: str) -> list[str]:
+    """How messages call each leaf of a tree; a vector by the leaves that are in it.
+
+    Example:
+        >>> params = {"b": jnp.ones(2), "c": jnp.ones(3), "w": jnp.ones((64, 65))}
+        >>> names(pack(params, Packing.of(params)), "params")
+        ["params['b'] and 1 more, packed", "params['w']"]
+    """
+    nodes = jax.tree_util.tree_flatten_with_path(
+        trees, is_leaf=lambda node: isinstance(node, Packed)
+    )[0]
+    found = []
+    for path, node in nodes:
+        path = name + jax.tree_util.keystr(path)
+        found += node.packing.names(path) if isinstance(node, Packed) else [path]
+    return found
 
 
 @jax.jit

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from lockstep.packing import describe
 from lockstep.tree import describe_leaf, is_static, named_leaves
 
 
@@ -29,6 +30,7 @@ class Signature:
         """Read named arguments; `static` are arguments that are static as a whole."""
         leaves, found = {}, dict(static or {})
         for name, argument in arguments.items():
+            argument = describe(argument)
             for path, leaf in named_leaves(argument, name):
                 if is_static(leaf):
                     found[path] = leaf

@@ -33,7 +33,7 @@ def makers_for(
 ) -> dict[str, Callable[[], Contender]]:
     """The contenders for this work, each ready to be made."""
     if isinstance(work, OwnStep):
-        return {ours.PARALLELIZE: partial(ours.parallelized, work, mesh)}
+        return {"your own step": partial(ours.own, work, mesh)}
     return {
         "one device": partial(handwritten.alone, work, mesh),
         "hand-written jit": partial(handwritten.jitted, work, mesh),
@@ -70,7 +70,7 @@ def describe(rows: list[Row], work: Workload | OwnStep, mesh: Mesh) -> str:
     fastest = report.best(rows, ours=True)
     options = OPTIONS.get(fastest.name)
     if options is None:
-        advice = "parallelize(step, mesh)"
+        advice = f"{fastest.name}(step, mesh)"
     else:
         words = [f"{name}={value!r}" for name, value in options.items()]
         advice = f"make_train_step({', '.join(['loss', 'optimizer', *words])})"

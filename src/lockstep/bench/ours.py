@@ -14,16 +14,21 @@ from lockstep.data import prefetch
 from lockstep.parallel import ParallelStep, as_parallel, parallelize
 from lockstep.step import TrainStep, make_train_step
 
-PARALLELIZE = "parallelize"
+PARALLELIZE, PER_DEVICE = "parallelize", "per_device"
 FROM_THE_HOST = "device view, from the host"
 
 
-def parallelized(work: Workload | OwnStep, mesh: Mesh) -> Contender:
-    """The single-device step of the hand-written loop, or the user's own."""
-    if isinstance(work, OwnStep):
-        return _looped(PARALLELIZE, parallelize(work.step, mesh), work.state, work)
+def parallelized(work: Workload, mesh: Mesh) -> Contender:
+    """The single-device step of the hand-written loop."""
     step = parallelize(handwritten.whole_batch(work), mesh)
     return _looped(PARALLELIZE, step, handwritten.start(work), work)
+
+
+def own(work: OwnStep, mesh: Mesh) -> Contender:
+    """The user's own step, in its view."""
+    step = as_parallel(work.step, mesh)
+    name = PARALLELIZE if step.view == "global" else PER_DEVICE
+    return _looped(name, step, work.state, work)
 
 
 def made(work: Workload, mesh: Mesh, name: str, **options: Any) -> Contender:

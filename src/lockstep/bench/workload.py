@@ -49,7 +49,14 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class OwnStep:
-    """A step that the user wrote: `(state, batch) -> (state, metrics)`."""
+    """A step that the user wrote or made: `(state, batch) -> (state, metrics)`.
+
+    Attributes:
+        step: a plain function for the global view, a `TrainStep`, or what `parallelize`
+            or `per_device` returned.
+        state: its first state.
+        batch: a global batch of NumPy arrays, `[B, ...]`.
+    """
 
     step: Callable[..., Any]
     state: Any

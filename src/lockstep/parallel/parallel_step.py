@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep import first_step, observers, placement
+from lockstep import first_step, observers, packing, placement
 from lockstep.compiles import CompileLog
 from lockstep.parallel import making, out_of_memory, program, real_rows, several
 from lockstep.parallel.across import Across
@@ -29,7 +29,6 @@ from lockstep.parallel.scalars import Scalars
 from lockstep.parallel.static_leaves import unwrap, wrap
 from lockstep.parallel.views import DeviceView, global_view
 from lockstep.replicas import check_replicas
-from lockstep.tree import named_leaves
 
 
 class ParallelStep:
@@ -319,7 +318,7 @@ class ParallelStep:
     def _paths(self, args: tuple[Any, ...]) -> list[str]:
         """The path of every leaf of the arguments."""
         named = zip(self._names(args), args, strict=True)
-        return [path for name, arg in named for path, _ in named_leaves(arg, name)]
+        return [path for name, arg in named for path in packing.names(arg, name)]
 
     def _finish(self, current: program.Program, results: tuple[Any, Any]) -> Any:
         """The user's outputs; bounds the run-ahead and compares replicas once."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from lockstep.jaxprs.elementwise import Form, Leaf, NotElementwise, check_same
 from lockstep.packing import Packing, pack
-from lockstep.step.train_state import TrainState
+from lockstep.step.train_state import TrainState, check_belongs
 from lockstep.tree import is_array
 
 # Below this many leaves in vectors nothing would be gained.
@@ -39,12 +39,16 @@ class PackingChoice:
 
         Args:
             state: of arrays, of tracers or of descriptions.
+
+        Raises:
+            ValueError: its trees are not all of the same parameters.
         """
         leaves, structure = jax.tree.flatten((state.params, state.opt_state))
         if not all(map(is_array, leaves)):
             return "has values in its state that are no arrays"
         key = structure, *((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         if key not in self._known:
+            check_belongs(state, self._optimizer)
             try:
                 self._known[key] = self._find(state)
             except NotElementwise as why:

@@ -132,6 +132,44 @@ def check_params(params: Any) -> None:
             )
 
 
+def check_belongs(state: TrainState, optimizer: Any) -> None:
+    """Refuse a state whose trees are of other parameters than it has.
+
+    Raises:
+        ValueError: names the first leaf of `opt_state` or `ema` that does not fit.
+    """
+    try:
+        opt_state = jax.eval_shape(optimizer.init, state.params)
+    except Exception:  # it may look at values; then its update has to complain
+        opt_state = state.opt_state
+    ema = state.params if state.ema is not None else None
+    for name, want, what in (
+        ("opt_state", opt_state, "what the optimizer keeps for"),
+        ("ema", ema, "an average of"),
+    ):
+        if difference := _other_shapes(want, getattr(state, name), f"state.{name}"):
+            raise ValueError(
+                f"state.{name} is not {what} state.params: {difference}. Other "
+                "parameters or another optimizer need a new state: step.init(params)"
+            )
+
+
+def _other_shapes(want: Any, got: Any, name: str) -> str | None:
+    """The first leaf that one tree has and the other has not, or of another shape."""
+    need, found = (
+        {path: jnp.shape(leaf) for path, leaf in tree.named_leaves(values, name)}
+        for values in (want, got)
+    )
+    for path in need | found:
+        if path not in found:
+            return f"{path} is missing"
+        if path not in need:
+            return f"{path} is too many"
+        if need[path] != found[path]:
+            return f"{path} has shape {found[path]}, not {need[path]}"
+    return None
+
+
 def settle(values: Any) -> Any:
     """Leaves as a step returns them: strongly typed arrays, no array twice.
 

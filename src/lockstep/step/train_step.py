@@ -27,6 +27,7 @@ from lockstep.step.scaling import DynamicScale
 from lockstep.step.sharded import Layout, Slices, Whole
 from lockstep.step.train_state import (
     TrainState,
+    check_belongs,
     check_params,
     keep_types,
     move_ema,
@@ -233,7 +234,9 @@ class TrainStep:
         return f"the optimizer {packing}" if isinstance(packing, str) else None
 
     def _check_parts(self, state: TrainState) -> None:
-        """Refuse the state of a step with other options."""
+        """Refuse the state of a step with other options, or of other parameters."""
+        if not isinstance(state.params, Packed):
+            check_belongs(state, self.optimizer)
         wanted = {
             "model_state": self.loss.model_state,
             "loss_scale": isinstance(self.loss_scale, DynamicScale),
