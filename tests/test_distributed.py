@@ -24,8 +24,9 @@ from lockstep.distributed import (
 )
 from lockstep.distributed.arrivals import Address, Hello
 from lockstep.distributed.detect import Launched, detect, first_host
-from lockstep.distributed.hub import Hub, Member
+from lockstep.distributed.hub import Hub
 from lockstep.distributed.line import Line, ProcessLeft
+from lockstep.distributed.lookout import Member
 from lockstep.distributed.messages import Messages
 from lockstep.placement.row_shares import Shares
 

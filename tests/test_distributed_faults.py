@@ -8,7 +8,7 @@ from fresh_process import run_lockstep
 
 SCRIPT = str(Path(__file__).with_name("topologies") / "faults.py")
 BAD_ROW = "ValueError: row 7 is bad"
-LOST = "ended without a word: it was killed (out of memory?), or crashed"
+LOST = "ended without a word: it was killed (out of memory?), crashed"
 ALONE = "an array that is gathered after step 5, which all must call together, and"
 EARLY = "came to the end of its program after 5 steps"
 

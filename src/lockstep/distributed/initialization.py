@@ -12,9 +12,10 @@ import jax
 from lockstep.distributed import arrivals, faults, startup
 from lockstep.distributed.arrivals import Address, Hello
 from lockstep.distributed.detect import Launched, detect
-from lockstep.distributed.hub import Hub, Member
+from lockstep.distributed.hub import Hub
 from lockstep.distributed.line import Line
 from lockstep.distributed.local_gpus import own_devices, shared_gpus
+from lockstep.distributed.lookout import Member
 from lockstep.distributed.messages import Messages
 from lockstep.distributed.scheduling import backend_that_gives_way
 from lockstep.distributed.session import (

@@ -12,7 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.distributed.hub import SILENT, silence
+from lockstep.distributed.hub import without_a_word
+from lockstep.distributed.lookout import SILENT, silence
 from lockstep.distributed.messages import Messages
 from lockstep.distributed.stopping import Stopping
 
@@ -164,7 +165,7 @@ class Line:
             except EOFError:
                 self._messages.close()
                 if not self._all_done.is_set():
-                    self._on_end({"text": _NO_HUB, "culprit": 0})
+                    self._on_end({"text": without_a_word("process 0"), "culprit": 0})
                 return
             for message in messages:
                 handler = getattr(self, f"_on_{message['kind'].replace(' ', '_')}")
@@ -222,12 +223,6 @@ class Line:
             return  # the thread that failed reads the news, and speaks last
         write(f"lockstep: process {self.index} ends, for {self.news}\n")
         self._leave(EXIT_OTHER_FAILED)
-
-
-_NO_HUB = (
-    "process 0 ended without a word: it was killed (out of memory?), or crashed in "
-    "native code"
-)
 
 
 def _stacks() -> str:

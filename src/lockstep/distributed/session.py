@@ -13,8 +13,9 @@ import jax
 from jax.sharding import Mesh
 
 from lockstep.distributed.detect import detect
-from lockstep.distributed.hub import MAIN, Hub
+from lockstep.distributed.hub import Hub
 from lockstep.distributed.line import Line, leave
+from lockstep.distributed.lookout import MAIN
 
 
 @dataclasses.dataclass

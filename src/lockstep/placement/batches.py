@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from lockstep import sharding, tree
 from lockstep.devices import make_mesh
-from lockstep.distributed.hub import MAIN
+from lockstep.distributed.lookout import MAIN
 from lockstep.distributed.session import group_of
 from lockstep.notices import say_once
 from lockstep.placement import spreading

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep.distributed import agreement, session
-from lockstep.distributed.hub import MAIN
+from lockstep.distributed.lookout import MAIN
 
 
 @dataclasses.dataclass(frozen=True)
