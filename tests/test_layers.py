@@ -19,7 +19,8 @@ LAYERS = tuple(
     set(names.split())
     for names in (
         # 0: the machine, and trees of values
-        """notices tree simulation compile_cache devices distributed preemption""",
+        """notices tables tree simulation compile_cache devices distributed
+        preemption""",
         # 1: values on devices
         """sharding placement rng metrics signatures compiles
         observers printing jaxprs replicas packing""",

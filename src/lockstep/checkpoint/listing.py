@@ -6,6 +6,7 @@ from pathlib import Path
 from lockstep.checkpoint.plan import Change, replan
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.store import DAMAGED, Damaged, Store, all_steps, leftovers
+from lockstep.tables import as_text
 
 _TITLES = ("step", "size", "saved", "devices", "batch", "state")
 
@@ -26,12 +27,7 @@ def listing(directory: Path) -> str:
     rows += [(p.name, _size(p), "", "", "", "not a checkpoint") for p in others]
     if not rows:
         raise NoCheckpoint(f"{directory} holds no checkpoint")
-    table = [_TITLES, *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(_TITLES))]
-    return "\n".join(
-        "  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    )
+    return as_text([_TITLES, *rows])
 
 
 def planned(

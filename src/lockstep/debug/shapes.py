@@ -1,13 +1,12 @@
 """A tree as a table: path, shape, shape on one device, spec, bytes."""
 
 import dataclasses
-import html
 import math
 from typing import Any
 
 import jax
 
-from lockstep import tree
+from lockstep import tables, tree
 
 _HEAD = ("leaf", "type", "on one device", "spec", "bytes a device")
 
@@ -27,20 +26,12 @@ class ShapeTable:
         """The table as aligned text, with a total."""
         lines = [_HEAD, *((*r[:4], f"{r[4]:,}") for r in self.rows)]
         lines.append(("total", "", "", "", f"{self.bytes_per_device:,}"))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
-        return "\n".join(
-            "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
+        return tables.as_text(lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        cells = ["".join(f"<th>{name}</th>" for name in _HEAD)]
-        cells += [
-            "".join(f"<td>{html.escape(str(c))}</td>" for c in row) for row in self.rows
-        ]
-        return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
+        return tables.as_html(_HEAD, self.rows)
 
 
 def shapes(values: Any, name: str = "tree") -> ShapeTable:

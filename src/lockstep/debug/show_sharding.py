@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from lockstep.tables import as_text
 from lockstep.tree import describe_leaf
 
 
@@ -54,12 +55,11 @@ def show_sharding(array: jax.Array) -> ShardingPicture:
     local = ",".join(map(str, array.sharding.shard_shape(array.shape)))
     count = len(array.sharding.device_set)
     head = f"{describe_leaf(array)} on {count} device{'s' * (count > 1)}"
-    return ShardingPicture(
-        "\n".join([f"{head}, [{local}] on each", *_grid(holders, array.shape)])
-    )
+    grid = _grid(holders, array.shape)
+    return ShardingPicture(f"{head}, [{local}] on each\n{grid}")
 
 
-def _grid(holders: dict[Any, list[int]], shape: tuple[int, ...]) -> list[str]:
+def _grid(holders: dict[Any, list[int]], shape: tuple[int, ...]) -> str:
     """The cells, with the last split axis across."""
     split = [i for i in range(len(shape)) if len({b[i] for b in holders}) > 1]
     across = split[-1] if len(split) > 1 else None
@@ -78,11 +78,7 @@ def _grid(holders: dict[Any, list[int]], shape: tuple[int, ...]) -> list[str]:
     table = [[name, *(cells[c] for c in columns)] for name, cells in rows.items()]
     if across is not None:
         table.insert(0, ["", *columns])
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
+    return as_text(table)
 
 
 def _span(block: Any, i: int, shape: tuple[int, ...], across: int | None) -> str:

@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 from lockstep.debug.communication.verdict import Verdict
+from lockstep.tables import as_html, as_text
 
 _HEAD = ("collective", "of", "along", "bytes", "rounds", "from")
 # Bytes that each of n devices sends for a payload of 1 byte, when they form a ring
@@ -109,27 +110,15 @@ class Collectives:
 
     def __str__(self) -> str:
         """The table, the total, the verdict and the warnings."""
-        lines = [_HEAD, *map(_cells, self.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD) - 1)]
-        table = [
-            "  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip()
-            for line in lines
-            if self.rows
-        ]
+        table = [as_text([_HEAD, *map(_cells, self.rows)])] if self.rows else []
         text = [textwrap.fill(x, 88, subsequent_indent="  ") for x in self._summary()]
         return "\n".join([*table, *text])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in _HEAD)
-        rows = [
-            "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row))
-            for row in self.rows
-        ]
-        table = "".join(f"<tr>{row}</tr>" for row in (head, *rows))
         text = "<br>".join(html.escape(line) for line in self._summary())
-        return f"<table>{table}</table><p>{text}</p>"
+        return f"{as_html(_HEAD, map(_cells, self.rows))}<p>{text}</p>"
 
     def _summary(self) -> list[str]:
         lines = [self._total()]

@@ -4,6 +4,8 @@ import dataclasses
 import html
 import textwrap
 
+from lockstep.tables import as_html, as_text
+
 _HEAD = ("output", "verdict", "difference", "")
 _SHOWN = 30
 # In the order of what a reader must see first.
@@ -58,26 +60,15 @@ class Comparison:
 
     def __str__(self) -> str:
         """The table, worst rows first when it is long, and the verdict."""
-        lines = [_HEAD, *(_cells(row) for row in self._shown())]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
-        table = [
-            "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        ]
+        table = as_text([_HEAD, *map(_cells, self._shown())])
         text = [textwrap.fill(x, 88, subsequent_indent="  ") for x in self._summary()]
-        return "\n".join([*table, *text])
+        return "\n".join([table, *text])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in _HEAD)
-        rows = [
-            "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row))
-            for row in self._shown()
-        ]
-        table = "".join(f"<tr>{row}</tr>" for row in (head, *rows))
         text = "<br>".join(html.escape(line) for line in self._summary())
-        return f"<table>{table}</table><p>{text}</p>"
+        return f"{as_html(_HEAD, map(_cells, self._shown()))}<p>{text}</p>"
 
     def _shown(self) -> list[Row]:
         if len(self.rows) <= _SHOWN:
