@@ -137,6 +137,7 @@ class TestContenders:
             assert made.name == name
             made.run(1)
 
+    @pytest.mark.full
     def test_a_loss_that_draws_and_has_a_value_a_row(self, mesh_of, caplog):
         def rows(params, batch, key):
             keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
@@ -228,6 +229,7 @@ class TestMakers:
             workload.load(where)
 
 
+@pytest.mark.full
 def test_the_command(tmp_path):
     done = run_lockstep(
         "bench", "--simulate", "2", "--turns", "2", write_maker(tmp_path)

@@ -32,6 +32,7 @@ def test_a_second_process_finds_the_step(tmp_path):
     assert f"{HIT} for 'jit_outer'" in second.stdout
 
 
+@pytest.mark.full
 def test_as_an_option_of_run(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -7,6 +7,7 @@ import re
 import tempfile
 from pathlib import Path
 
+import pytest
 from fresh_process import run_lockstep, run_python
 
 PAGE = Path(__file__).parents[1] / "docs" / "debugging.md"
@@ -61,12 +62,14 @@ def outputs_of_commands(folder):
     return results
 
 
+@pytest.mark.full
 def test_the_programs_print_what_the_page_shows(tmp_path):
     got = outputs_of_programs(tmp_path)
     want = [shown for _, shown in programs()]
     assert [without_times(text) for text in got] == [without_times(t) for t in want]
 
 
+@pytest.mark.full
 def test_the_commands_print_what_the_page_shows(tmp_path):
     got = outputs_of_commands(tmp_path)
     want = [shown for _, shown in blocks("console")]

@@ -1,5 +1,6 @@
 """The example scripts: unchanged steps, and the same training on 1 to 8 devices."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ from same import assert_same
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GLOBAL_VIEW = ["plain", "linen", "nnx_example", "haiku_example", "equinox_example"]
 STEPS = 4
+COUNTS = [8, *(pytest.param(count, marks=pytest.mark.full) for count in (2, 4))]
 
 
 def load(name):
@@ -27,30 +29,30 @@ def load(name):
     return module
 
 
-def assert_same_on_every_mesh(train, mesh_of, axis="data"):
+def assert_same_as_on_one(train, one, mesh):
     """Losses agree to 1e-6 relative, parameters per leaf; and there is training."""
-    one_losses, one_params = train(mesh_of(1, {axis: 1}), STEPS)
+    one_losses, one_params = train(one, STEPS)
     assert len(one_losses) == STEPS
     assert one_losses[-1] < 0.95 * one_losses[0]
-    for count in (2, 4, 8):
-        losses, params = train(mesh_of(count, {axis: count}), STEPS)
-        np.testing.assert_allclose(losses, one_losses, rtol=1e-6)
-        assert_same(jax.device_get(params), jax.device_get(one_params))
-        for leaf in jax.tree.leaves(params):
-            assert len(leaf.sharding.device_set) == count
+    losses, params = train(mesh, STEPS)
+    np.testing.assert_allclose(losses, one_losses, rtol=1e-6)
+    assert_same(jax.device_get(params), jax.device_get(one_params))
+    for leaf in jax.tree.leaves(params):
+        assert len(leaf.sharding.device_set) == mesh.size
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", GLOBAL_VIEW)
-def test_a_single_device_step_trains_the_same_on_every_mesh(name, mesh_of):
-    assert_same_on_every_mesh(load(name).train, mesh_of)
+def test_a_single_device_step_trains_the_same(name, count, mesh_of):
+    assert_same_as_on_one(load(name).train, mesh_of(1), mesh_of(count))
 
 
-def test_the_guides_step_trains_the_same_on_every_mesh(mesh_of):
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_guides_step_trains_the_same(count, mesh_of):
     """Without dropout, whose mask in the device view depends on the device count."""
-    train = load("guide_step").train
-    assert_same_on_every_mesh(
-        lambda mesh, steps: train(mesh, steps, dropout=0.0), mesh_of, axis="batch"
-    )
+    train = functools.partial(load("guide_step").train, dropout=0.0)
+    one, many = (mesh_of(n, {"batch": n}) for n in (1, count))
+    assert_same_as_on_one(train, one, many)
 
 
 def test_the_guides_dropout_differs_between_devices(mesh_of):
@@ -84,12 +86,14 @@ def digits_run(tmp_path_factory):
     return done.stdout, folder / "run"
 
 
+@pytest.mark.full
 def test_digits_learn(digits_run):
     output, _ = digits_run
     found = re.search(r"held-out images: (.*)% of 261 right, each once", output)
     assert found and float(found[1]) >= 97
 
 
+@pytest.mark.full
 def test_digits_report_devices_plan_and_replicas(digits_run):
     output, _ = digits_run
     assert "4 devices" in output or "4 simulated" in output
@@ -97,6 +101,7 @@ def test_digits_report_devices_plan_and_replicas(digits_run):
     assert "replicas: equal on 4 devices" in output
 
 
+@pytest.mark.full
 def test_digits_write_what_they_say(digits_run):
     _, run = digits_run
     rows: dict[int, dict[str, float]] = {}

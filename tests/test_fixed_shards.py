@@ -67,6 +67,7 @@ class TestSameBits:
         assert float(one[1][-1]["loss"].count) == 13
         assert_same_bits(one, eight)
 
+    @pytest.mark.full
     def test_attention(self):
         # Its gradient is where a program for one device was simplified differently.
         _, params, batches = transformer()

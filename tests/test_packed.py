@@ -222,27 +222,23 @@ class TestTheStateLooksTheSame:
         jax.tree.map(np.testing.assert_array_equal, state.params, before)
         assert state.carried_by(step) is not None and run.compiles.count == 1
 
-    @pytest.mark.parametrize(
-        ("change", "words"),
-        [
-            (lambda params: params[1:], r"mu\[4\]\['b'\] is too many"),
-            (lambda params: [*params, params[0]], r"mu\[5\]\['b'\] is missing"),
-            (
-                lambda params: [{**params[0], "b": jnp.ones((1, 4))}, *params[1:]],
-                r"mu\[0\]\['b'\] has shape \(4,\), not \(1, 4\)",
-            ),
-        ],
-    )
     @pytest.mark.parametrize("sharding", [None, "data"])
-    def test_parameters_in_another_tree_are_refused(
-        self, sharding, change, words, mesh_of
-    ):
+    def test_parameters_in_another_tree_are_refused(self, sharding, mesh_of):
         step = make(optimizer_sharding=sharding)
         run, batch = per_device(step, mesh_of(4)), batches_of(1)[0]
         state, _ = run(step.init(params_of()), batch)
-        other = dataclasses.replace(state, params=change(state.params))
-        with pytest.raises(ValueError, match=rf"keeps for .*opt_state\[0\].{words}"):
-            run(other, batch)
+        first, *others = state.params
+        for params, words in (
+            (others, "mu[4]['b'] is too many"),
+            ([first, *others, first], "mu[5]['b'] is missing"),
+            (
+                [{**first, "b": jnp.ones((1, 4))}, *others],
+                "mu[0]['b'] has shape (4,), not (1, 4)",
+            ),
+        ):
+            text = r"what the optimizer keeps for .*opt_state\[0\]\." + re.escape(words)
+            with pytest.raises(ValueError, match=text):
+                run(dataclasses.replace(state, params=params), batch)
 
     def test_a_new_compile_names_the_leaf(self, mesh_of, caplog):
         step = make()

@@ -190,6 +190,7 @@ def drop_comment(match: re.Match[str]) -> str:
     return match[0].split("\n", 1)[1]
 
 
+@pytest.mark.full
 def test_the_notebook_runs_as_a_notebook(tmp_path):
     install = "# (everything is installed)"
     text = right("data_parallel").replace(install, "%pip install -q optax flax")

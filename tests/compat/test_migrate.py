@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from fresh_process import run_python
 
 from lockstep.compat.check.findings import Level
@@ -12,6 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.full
 def test_the_blocks_run_as_one_program(tmp_path):
     """Their assertions compare the training on every rung of the ladder."""
     blocks = BLOCK.findall(PAGE.read_text())
