@@ -111,6 +111,7 @@ class TestWatch:
         assert "trained" not in again.stdout
 
 
+@pytest.mark.full
 def test_a_repair_is_seen_by_the_replay(tmp_path):
     watch(tmp_path, "global", "faults")
     source = (tmp_path / "train.py").read_text()
