@@ -72,7 +72,10 @@ def lines(result):
     return [line for line in result.stdout.splitlines() if "lockstep watch: " in line]
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    "view",
+    ["global", *(pytest.param(v, marks=pytest.mark.full) for v in ("device", "pmap"))],
+)
 class TestWatch:
     def test_a_healthy_script_is_summed_up(self, tmp_path, view):
         result = watch(tmp_path, view, "none")
