@@ -10,6 +10,7 @@ DDP in one process with both cores: time on one over time on two is the efficien
 
 import argparse
 import contextlib
+import os
 import random
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ HERE = Path(__file__).parent
 GOALS = {"mlp": 0.8, "deep": 0.5}
 OURS, THEIRS = "lockstep", "DDP"
 TURN_MS = 500
+CORES = os.cpu_count() or 1
 
 
 class Team:
@@ -29,7 +31,9 @@ class Team:
 
     def __init__(self, command, model, processes):
         address = f"127.0.0.1:{portpicker.pick_unused_port()}"
-        cores = [str(i) for i in range(processes)] if processes > 1 else ["0,1"]
+        cores = [str(i % CORES) for i in range(processes)]
+        if processes == 1:
+            cores = ["0,1"]
         self._members = [
             subprocess.Popen(
                 ["taskset", "-c", core, *command]
@@ -50,6 +54,7 @@ class Team:
     def close(self):
         for member in self._members:
             member.kill()
+        for member in self._members:
             member.communicate()
 
     def _answer(self, member):

@@ -1,15 +1,18 @@
 """`lockstep scale`: formulas by hand, and what others have measured and published."""
 
+import jax
 import pytest
 from bench_maker import write_maker
 from fresh_process import run_lockstep
 
+import lockstep as ls
 from lockstep.scale import (
     PRESETS,
     Link,
     Network,
     Training,
     all_reduce_s,
+    link,
     predict,
     report,
 )
@@ -77,6 +80,37 @@ class TestPrediction:
             Training(**({"compute_s": 1, "nbytes": 1} | wrong))
 
 
+class TestMeasuredLink:
+    @pytest.mark.parametrize("devices", [2, 4, 8])
+    def test_it_is_the_one_that_a_ring_would_have(self, devices):
+        true = Link(5e-5, 2e9)
+        times = [
+            all_reduce_s(n, devices, Network(1, true, true, "")) for n in link.SIZES
+        ]
+        found = link.fit(link.SIZES, times, devices)
+        assert found.latency_s == pytest.approx(true.latency_s)
+        assert found.bandwidth == pytest.approx(true.bandwidth)
+
+    def test_small_messages_count_as_much_as_large_ones(self):
+        found = link.fit([8, 80, 1e7], [1e-4, 1e-4, 1e-1], devices=2)
+        assert found.latency_s == pytest.approx(5e-5, rel=0.01)
+
+    def test_noise_makes_no_link_that_takes_less_than_no_time(self):
+        assert link.fit([1e3, 1e6], [2e-3, 1e-3], devices=2).seconds(1e9) > 0
+        assert link.fit([1e3, 1e6], [1e-9, 1e-3], devices=2).latency_s == 0
+
+    def test_larger_messages_take_longer(self):
+        mesh = ls.make_mesh(devices=jax.devices()[:2])
+        small, large = (link.all_reduce_s(mesh, n) for n in (4096, 2**22))
+        assert 0 < small < large < 1
+
+    def test_where_there_is_only_a_ring_no_tree_is_taken(self):
+        only_ring = Network(1, PLAIN.between, PLAIN.between, "gloo", ("ring",))
+        [ring] = predict(Training(0.1, 4000), only_ring, [64])
+        assert ring.algorithm == "ring"
+        assert ring.exposed_s == pytest.approx(2 * 63 * (1e-5 + 4000 / 64 / 1e8))
+
+
 PUBLISHED = {
     # Goyal et al. 2017: ResNet-50, 25 million parameters, 8 P100 a host, one port of 50
     # Gbit/s; the backward pass of 32 images takes 120 ms, so a step about 180 ms; about
@@ -120,6 +154,7 @@ class TestTheCommand:
         ("arguments", "words"),
         [
             ("--network carrier-pigeon", "the presets are h100-ndr"),
+            ("--network here", "one device has no link to measure"),
             ("--compute-ms 5", "both --compute-ms and --gradient-mb"),
         ],
     )
@@ -133,6 +168,17 @@ class TestTheCommand:
         assert done.returncode == 0, done.stderr
         # Three parameters, and the sums of the loss: 4 bytes each.
         assert "20 B all-reduced in 1 message" in done.stdout
+
+    @pytest.mark.full
+    def test_between_processes_one_of_them_prints(self):
+        step = "--compute-ms 50 --gradient-mb 1 --network here --last 4"
+        run = "run --processes 2 -m lockstep scale"
+        done = run_lockstep(*run.split(), *step.split())
+        assert done.returncode == 0, done.stderr
+        assert "all-reduces over 2 devices (processes: 2)" in done.stdout
+        rows = [line.split() for line in done.stdout.splitlines()[-3:]]
+        assert [row[:2] for row in rows] == [["[0]", "1"], ["[0]", "2"], ["[0]", "4"]]
+        assert rows[0][2] == "50.00" and float(rows[2][2]) > float(rows[1][2]) > 50
 
 
 def test_counts_double():

@@ -60,19 +60,28 @@ def bench(
         typer.echo(compare.describe(rows, work, mesh))
 
 
+_Network = Annotated[
+    str, typer.Option(help="A preset, or 'here': measure that of this run.")
+]
+_Messages = Annotated[
+    int | None,
+    typer.Option(min=1, help="In so many all-reduces (default: MAKE's)."),
+]
+
+
 @app.command()
 def scale(
     where: Annotated[
         str | None, typer.Argument(metavar="[FILE.py:MAKE]", help="As for bench.")
     ] = None,
-    network: Annotated[str, typer.Option(help="One of the presets.")] = "h100-ndr",
+    network: _Network = "h100-ndr",
     compute_ms: Annotated[
         float | None, typer.Option(help="A step on one device, without MAKE.")
     ] = None,
     gradient_mb: Annotated[
         float | None, typer.Option(help="Bytes all-reduced in a step, without MAKE.")
     ] = None,
-    messages: Annotated[int, typer.Option(help="In so many all-reduces.")] = 1,
+    messages: _Messages = None,
     hidden: Annotated[
         float, typer.Option(help="Part of them that runs beside the backward pass.")
     ] = 0.0,
@@ -104,4 +113,5 @@ def scale(
     except ValueError as error:
         typer.echo(f"lockstep scale: {error}", err=True)
         raise typer.Exit(2) from None
-    typer.echo(text)
+    if text:
+        typer.echo(text)

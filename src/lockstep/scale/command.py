@@ -4,11 +4,14 @@ import dataclasses
 from pathlib import Path
 
 from lockstep.bench import workload
+from lockstep.distributed import initialize, is_main_process
 from lockstep.memory import in_units
-from lockstep.scale import report
+from lockstep.scale import link, report
 from lockstep.scale.measured import measure
-from lockstep.scale.network import PRESETS
+from lockstep.scale.network import PRESETS, Network
 from lockstep.scale.predict import ROUNDS, Training, predict
+
+HERE = "here"
 
 
 def scale(
@@ -17,22 +20,26 @@ def scale(
     network: str,
     compute_ms: float | None,
     gradient_mb: float | None,
-    messages: int,
+    messages: int | None,
     hidden: float,
     last: int,
     plot: Path | None,
 ) -> str:
     """The table, with what it rests on; draws all ways of sharding if asked.
 
+    Of several processes that measure their link only the main one gets a text.
+
     Raises:
-        ValueError: an unknown network, or neither a maker nor both numbers.
+        ValueError: an unknown network, or only one device to measure a link with, or
+            neither a maker nor both numbers.
     """
-    if network not in PRESETS:
-        names = ", ".join(PRESETS)
-        raise ValueError(f"--network {network}: the presets are {names}")
+    links = _links(network)
     training = _training(where, compute_ms, gradient_mb)
-    training = dataclasses.replace(training, messages=messages, hidden=hidden)
-    links = PRESETS[network]
+    training = dataclasses.replace(
+        training, messages=messages or training.messages, hidden=hidden
+    )
+    if network == HERE and not is_main_process():
+        return ""
     counts = report.device_counts(1, last)
     if plot is not None:
         curves = {
@@ -43,12 +50,25 @@ def scale(
     return "\n".join(
         [
             f"{1e3 * training.compute_s:.2f} ms a step on one device, "
-            f"{in_units(training.nbytes)} all-reduced in {messages} message"
-            f"{'s' * (messages > 1)}, {hidden:.0%} of it hidden",
+            f"{in_units(training.nbytes)} all-reduced in {training.messages} message"
+            f"{'s' * (training.messages > 1)}, {hidden:.0%} of it hidden",
             f"{network}: {links.source}",
             report.as_table(predict(training, links, counts)),
         ]
     )
+
+
+def _links(network: str) -> Network:
+    if network == HERE:
+        initialize()
+        return link.measure()
+    if network not in PRESETS:
+        names = ", ".join(PRESETS)
+        raise ValueError(
+            f"--network {network}: the presets are {names}; "
+            f"{HERE!r} measures that of this run"
+        )
+    return PRESETS[network]
 
 
 def _training(

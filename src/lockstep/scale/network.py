@@ -6,6 +6,8 @@ them is `achieved`, as all-reduce benchmarks report it for large messages.
 
 import dataclasses
 
+ALGORITHMS = ("ring", "tree")
+
 
 @dataclasses.dataclass(frozen=True)
 class Link:
@@ -40,12 +42,14 @@ class Network:
         inside: the link of each device to the others of its host.
         between: the link of a whole host, which its devices share.
         source: where the figures come from.
+        algorithms: ways of an all-reduce between hosts; the faster one is taken.
     """
 
     devices_per_host: int
     inside: Link
     between: Link
     source: str
+    algorithms: tuple[str, ...] = ALGORITHMS
 
 
 def _gbit(number: float) -> float:

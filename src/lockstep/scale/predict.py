@@ -14,9 +14,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from lockstep.scale.network import Link, Network
+from lockstep.scale.network import ALGORITHMS, Link, Network
 
-ALGORITHMS = ("ring", "tree")
 # All-reduces of the whole gradient that a step pays, by how it is sharded. FSDP gathers
 # the parameters twice and scatters the gradient: three halves of an all-reduce.
 ROUNDS = {"replicated": 1.0, "zero1": 1.0, "fsdp": 1.5}
@@ -99,7 +98,7 @@ def predict(
         times = {
             name: training.messages
             * all_reduce_s(training.nbytes / training.messages, count, network, name)
-            for name in ALGORITHMS
+            for name in network.algorithms
         }
         best = min(times, key=lambda name: times[name])
         exposed = times[best] * ROUNDS[training.sharding] * (1 - training.hidden)
