@@ -17,7 +17,7 @@ import sys
 import time
 
 import jax
-from two_processes import CORES, Team
+from teams import CORES, Team
 from workloads import WORKLOADS
 
 import lockstep as ls

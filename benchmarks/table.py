@@ -1,12 +1,14 @@
 """The benchmark table: every way to train, on five models, on 2 and 8 devices.
 
     python benchmarks/table.py [--models mlp deep] [--devices 2 8] [--turns 8]
+                               [--with-torch]
 
 All ways have the same model, optimizer, batch and donation, and take turns in one
 process, so that whatever else the machine does hits them alike; the table shows the
 medians, and the ratio to the hand-written `jit` + `NamedSharding`. The batch lies on
 the devices, but for the guides' loop and flax, which bring it from the host in every
-step as they teach it, and "from the host", which does so through `prefetch`.
+step as they teach it, and "from the host", which does so through `prefetch`. At the end
+come two processes (two_processes.py), on request beside PyTorch's DDP.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import jax
 import pmap_loops
+import two_processes
 from workloads import WORKLOADS
 
 import lockstep as ls
@@ -66,6 +69,7 @@ def main():
     parser.add_argument("--devices", nargs="+", type=int, default=[2, 8])
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("run/bench"))
+    two_processes.add_options(parser)
     options = parser.parse_args()
     ls.simulate_devices(max(options.devices))
     tables = {}
@@ -83,6 +87,11 @@ def main():
                 print("  " + line)
             print(flush=True)
             tables[title] = rows
+    torch = two_processes.torch_python(options)
+    for model in filter(two_processes.MODELS.__contains__, options.models):
+        rows = two_processes.measure(model, torch, options.turns)
+        two_processes.show(model, rows)
+        tables[two_processes.title(model)] = rows
     about = {"jax": jax.__version__, "python": platform.python_version()}
     report.write_json(options.out / "table.json", tables, about)
     report.draw(options.out / "table.png", tables)
