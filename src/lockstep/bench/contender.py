@@ -18,6 +18,6 @@ class Contender:
     """
 
     name: str
-    run: Callable[[int], None]
+    run: Callable[[int], Any]
     compile: Callable[[], Any] | None = None
     ours: bool = False
