@@ -1,6 +1,8 @@
 """Processes found in the environment, counted at their arrival, compared by value."""
 
 import atexit
+import contextlib
+import logging
 import queue
 import signal
 import socket
@@ -19,6 +21,7 @@ from lockstep.distributed import (
     arrivals,
     faults,
     local_gpus,
+    lookout,
     session,
     startup,
 )
@@ -328,8 +331,12 @@ def lines():
     made = [Line(own, i, 3, codes[i].put) for i, (_, own) in enumerate(ends)]
     yield made, codes
     for _, own in ends:
-        own.socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # a test has ended it
+            own.socket.shutdown(socket.SHUT_RDWR)
     assert hub.others_gone.wait(10)
+    for thread in threading.enumerate():
+        if thread.name.startswith("lockstep-"):
+            thread.join(10)  # it may still write what the next test would read
     for end in (end for pair in ends for end in pair):
         end.close()
 
@@ -447,6 +454,16 @@ def test_different_programs_are_told(lines, capfd):
     assert "run different programs: process" in capfd.readouterr().err
 
 
+def test_a_notice_that_a_killed_process_still_held_is_told(lines, capfd):
+    made, codes = lines
+    said = ("lockstep", logging.WARNING, __file__, 1, "memory is short", (), None)
+    made[1].notices.filter(logging.LogRecord(*said))
+    made[1].notices.look()
+    made[1]._messages.socket.shutdown(socket.SHUT_RDWR)
+    assert [code.get(timeout=10) for code in codes] == [70, 70, 70]
+    assert "lockstep: process 1 had also to say: memory is" in capfd.readouterr().err
+
+
 def test_who_goes_on_without_the_others_is_told(lines, capfd):
     made, codes = lines
     made[1].begin_steps(1)
@@ -454,6 +471,44 @@ def test_who_goes_on_without_the_others_is_told(lines, capfd):
     assert [code.get(timeout=10) for code in codes] == [70, 70, 70]
     said = "process 0 has come to x after step 0, which all must call together, and"
     assert f"{said} process 1 went on to step 1 without it" in capfd.readouterr().err
+
+
+def test_a_pass_that_one_process_begins_alone_is_told(lines, capfd):
+    made, codes = lines
+    first = {"what": "x", "group": EVERYBODY, "cancelled": lambda: True}
+    made[1].exchange("pass 0", 1, **first)
+    made[1].exchange("pass 0", 1, **first)  # a thread reads ahead
+    made[1].exchange("pass 1", 1, **first)
+    made[0].exchange("pass 0", 1, **first)
+    made[2].exchange("pass 0", 1, **first)
+    made[0].begin_steps(1)
+    assert [code.get(timeout=10) for code in codes] == [70, 70, 70]
+    said = "process 1 has begun a pass over batches (an evaluation?) after step 0, "
+    assert said in capfd.readouterr().err
+
+
+def test_whom_the_others_wait_for_in_a_step_and_at_the_end_is_told(lines, capfd):
+    made, _ = lines
+    with mock.patch.object(lookout, "_PATIENCE_S", 0.3):
+        made[0].begin_steps(2)
+        made[1].begin_steps(1)
+        made[2].begin_steps(2)
+        said = read_until(capfd, "(at step 1, and others have begun step 2)")
+        assert "s for process 1 (at step 1" in said
+        made[1].begin_steps(1)
+        with ThreadPoolExecutor() as pool:
+            ends = [pool.submit(made[i].finish) for i in (0, 2)]
+            said = read_until(capfd, "still running, and others have come to their end")
+            assert "for process 1 (still" in said and not any(e.done() for e in ends)
+            made[1].finish()
+
+
+def read_until(capfd, text):
+    said, limit = "", time.monotonic() + 20
+    while text not in said and time.monotonic() < limit:
+        said += capfd.readouterr().err
+    assert text in said
+    return said
 
 
 # --- values ------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -34,13 +35,26 @@ class Heard(logging.Handler):
     def __init__(self):
         super().__init__()
         self.texts = []
+        self.more = threading.Condition()
 
     def emit(self, record):
-        self.texts.append(record.getMessage())
+        with self.more:
+            self.texts.append(record.getMessage())
+            self.more.notify_all()
+
+    def wait_for(self, text):
+        with self.more:
+            assert self.more.wait_for(lambda: text in self.texts, timeout=20)
 
     def take(self):
         texts, self.texts = "\n".join(self.texts), []
         return texts
+
+    def assert_only_main_said(self, text):
+        """All processes have this to say, and one does."""
+        session.exchange(None, tuple(range(COUNT)), what="what was said")
+        said = self.take()
+        assert (text in said) == ls.is_main_process(), said
 
 
 HEARD = Heard()
@@ -84,8 +98,7 @@ def another_state_is_replaced_and_named():
     state = ls.to_host(ls.replicate(mine))
     assert (state["w"] == 0).all() and state["lr"] == 0
     assert np.signbit(state["b"])
-    said = HEARD.take()
-    assert "state['lr'] differs between the processes: process 1 has 1.0" in said, said
+    HEARD.assert_only_main_said("state['lr'] differs between the processes: process 1")
     session.current().broadcast = False
     with pytest.raises(RuntimeError, match=r"\['w'\] differs .* process 1 has \[1. 1."):
         ls.replicate({"w": np.full(3, ME == 1, np.float32)})
@@ -121,8 +134,7 @@ def fewer_batches_end_all_together():
     batches = [np.full(LOCAL, i, np.float32) for i in range(5 - 2 * (ME == 1))]
     state = ls.Trainer(step).fit(0.0, batches)
     assert float(state) == 3
-    said = HEARD.take()
-    assert "process 1 came to the end of its batches after 3, and process 0" in said
+    HEARD.assert_only_main_said("process 1 came to the end of its batches after 3")
 
 
 def fewer_batches_are_filled_up_exactly():
@@ -150,8 +162,7 @@ def equal_first_batches_are_reported():
     notices.reset()
     own = [np.arange(LOCAL, dtype=np.float32) + 100 * (ME > 1) * ME]
     list(ls.prefetch(own, MESH))
-    said = HEARD.take()
-    assert "processes 0 and 1 have the same first batch" in said, said
+    HEARD.assert_only_main_said("processes 0 and 1 have the same first batch")
 
 
 def batches_are_agreed_on_once():
@@ -229,6 +240,17 @@ def a_model_axis_over_processes():
             list(ls.prefetch([other], step))
 
 
+def a_notice_of_one_process_is_not_lost():
+    shared = session.current().line.notices
+    before, shared.hold_s = shared.hold_s, 0.5
+    if ME == 1:
+        notices.say_once("of one", "one says it")
+        HEARD.wait_for("one says it")
+    shared.hold_s = before
+    notices.say_once("of all", "all say it")
+    HEARD.assert_only_main_said("all say it")
+
+
 def only_one_process_writes():
     log = ls.every(1, ls.callbacks.Log(ls.writers.JsonLines(f"log{ME}.jsonl")))
     step = ls.make_train_step(loss, SGD)
@@ -258,6 +280,7 @@ CHECKS = (
     dropped_rows_are_those_of_all,
     split_arrays_are_gathered,
     a_model_axis_over_processes,
+    a_notice_of_one_process_is_not_lost,
     only_one_process_writes,
 )
 

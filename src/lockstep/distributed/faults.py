@@ -29,12 +29,13 @@ _SAVED = 75  # the exit code of `preemption`, which all processes end with
 
 
 def watch(line: Line) -> None:
-    """Tell the others of this process's uncaught exception, and of its end.
+    """Tell the others of this process's uncaught exception, of its end, its notices.
 
     Call it after JAX has connected: handlers at exit run in reverse order, and JAX's
     own must find all processes at their end.
     """
     atexit.register(line.finish)
+    line.notices.install()
     _watch_exceptions(line)
     if threading.current_thread() is threading.main_thread():
         _watch_sigterm(line)

@@ -65,6 +65,9 @@ class Hub:
             member.line.close()
             member.gone = True
             if not self._ended:
+                for text in member.held:
+                    note = f"{member.name} had also to say: {text}"
+                    self._tell({"kind": "note", "text": note}, [0])
                 self._end(without_a_word(member.name), member.index)
             if all(m.gone for m in self._members if m.index):
                 self.others_gone.set()
@@ -135,6 +138,13 @@ class Hub:
         if all(m.done for m in self._members):
             self._ended = True
             self._tell({"kind": "all done"})
+
+    def _on_said(self, member: Member, message: dict[str, Any]) -> None:
+        """Process 0 has logged a notice; see `shared_notices`."""
+        self._tell(message, range(1, len(self._members)))
+
+    def _on_held(self, member: Member, message: dict[str, Any]) -> None:
+        member.held = message["texts"]
 
     def _on_failed(self, member: Member, message: dict[str, Any]) -> None:
         self._end(message["text"], member.index)

@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.distributed.hub import without_a_word
 from lockstep.distributed.lookout import SILENT, silence
 from lockstep.distributed.messages import Messages
+from lockstep.distributed.shared_notices import SharedNotices
 from lockstep.distributed.stopping import Stopping
 
 EXIT_OTHER_FAILED = 70
@@ -35,6 +36,7 @@ class Line:
         count: the processes of the run.
         bad_news: set when the hub has told why the run ends.
         stopping: how all processes stop after the same step.
+        notices: what is logged by process 0 alone.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Line:
         self.bad_news = threading.Event()
         self.news = ""
         self.stopping = Stopping(self._send)
+        self.notices = SharedNotices(index, self._send)
         self._messages = messages
         self._leave = leave
         self._heartbeat_s = heartbeat_s
@@ -129,11 +132,17 @@ class Line:
         self._steps += count
 
     def claim_end(self) -> bool:
-        """Whether the calling thread is the one that ends this process."""
+        """Whether the calling thread is the one that ends this process.
+
+        If so, nothing is held back any more: the cause will be the last that it says.
+        """
         own = threading.get_ident()
         with self._claiming:
-            if self._ending_thread == -1:
+            is_first = self._ending_thread == -1
+            if is_first:
                 self._ending_thread = own
+        if is_first:
+            patiently(self.notices.release)
         return self._ending_thread == own
 
     def fail(self, text: str) -> None:
@@ -148,8 +157,10 @@ class Line:
 
     def finish(self) -> None:
         """Wait until every process has come to its end."""
+        self.notices.look()
         self._send({"kind": "done", "steps": self._steps})
         self._all_done.wait()
+        self.notices.release()
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
@@ -171,6 +182,7 @@ class Line:
                 handler = getattr(self, f"_on_{message['kind'].replace(' ', '_')}")
                 handler(message)
             self._note_silence(bool(messages))
+            self.notices.look()
             self._send({"kind": "steps", "steps": self._steps})
 
     def _note_silence(self, heard: bool) -> None:
@@ -200,6 +212,9 @@ class Line:
 
     def _on_note(self, message: dict[str, Any]) -> None:
         write(f"lockstep: {message['text']}\n")
+
+    def _on_said(self, message: dict[str, Any]) -> None:
+        self.notices.on_said(message)
 
     def _on_stopping(self, message: dict[str, Any]) -> None:
         self.stopping.on_stopping(message)
@@ -246,10 +261,15 @@ def write(text: str) -> None:
 
 def leave(code: int) -> None:
     """End this process now; handlers at exit would wait for processes that are gone."""
-    flushing = threading.Thread(target=_flush, daemon=True)
-    flushing.start()
-    flushing.join(0.5)  # the main thread may hold the lock of a stream
+    patiently(_flush)
     os._exit(code)
+
+
+def patiently(act: Callable[[], Any]) -> None:
+    """Do what writes to a stream; the main thread may hold its lock for ever."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(0.5)
 
 
 def _flush() -> None:

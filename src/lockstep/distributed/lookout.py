@@ -28,6 +28,7 @@ class Member:
         heard: when it last sent anything.
         done: whether it came to the end of its program.
         gone: whether its connection is closed.
+        held: notices that it has not logged yet; see `shared_notices`.
     """
 
     index: int
@@ -38,6 +39,7 @@ class Member:
     heard: float = 0.0
     done: bool = False
     gone: bool = False
+    held: list[str] = field(default_factory=list)
 
 
 @dataclass
