@@ -56,7 +56,9 @@ def info_of(step, metrics=None, *, rows=8, seconds=1.0, compiled=False, trainer=
     trainer = trainer or SimpleNamespace(step=step, state=None)
     stands_in: Any = trainer
     call = range(step, step + 1)
-    return StepInfo(step, 1, metrics or {}, rows, seconds, compiled, call, stands_in)
+    metrics = metrics or {}
+    shown = call, [metrics]
+    return StepInfo(step, 1, metrics, rows, seconds, compiled, *shown, stands_in)
 
 
 def show(callback, infos, trainer=None):

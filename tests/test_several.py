@@ -97,10 +97,85 @@ def test_the_steps_that_fill_no_call_compile_nothing(mesh_of):
     assert trainer.parallel.compiles.count == 2 and trainer.step == 14
 
 
-def test_callbacks_come_after_the_call_with_their_step(mesh_of):
-    *_, lines = trained(mesh_of(2), "global", batches_of(8), count=4, epochs=2)
+def test_log_writes_the_same_lines(mesh_of):
+    batches = batches_of(8)
+    *_, want = trained(mesh_of(2), "global", batches, count=1, epochs=2)
+    *_, lines = trained(mesh_of(2), "global", batches, count=4, epochs=2)
+    assert [step for step, _ in lines] == [3, 6, 9, 12, 15, 16]
+    for (_, value), (_, expected) in zip(lines, want, strict=True):
+        assert value == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_bare_log_writes_every_step_and_reads_none_that_is_under_way(mesh_of):
+    lines, behind = Lines(), []
+
+    class Look:
+        def __call__(self, info):
+            behind.append(info.step - (lines.lines[-1][0] if lines.lines else 0))
+
+    trainer = ls.Trainer(
+        lambda w, x: (w + x.mean(), {"loss": w}),
+        mesh=mesh_of(2),
+        steps_per_call=4,
+        callbacks=[Log(lines), Look()],
+    )
+    trainer.fit(jnp.zeros(()), [np.ones(4, np.float32)] * 23)
+    assert lines.lines == [(i + 1, float(i)) for i in range(23)]
+    assert behind == [4, 8, 8, 8, 8, 7]  # a call is read when two more are handed over
+
+
+def test_other_callbacks_come_after_the_call_with_their_step(mesh_of):
+    seen = []
+    trainer = ls.Trainer(
+        lambda w, x: (w + x.mean(), {"loss": w}),
+        mesh=mesh_of(2),
+        steps_per_call=4,
+        callbacks=[ls.every(3, lambda info: seen.append(info.step))],
+    )
+    trainer.fit(jnp.zeros(()), [np.ones(4, np.float32)] * 16)
     # Steps 3, 6, 9, 12, 15: at the ends of the calls 1-4, 5-8, 9-12, 13-16.
-    assert [step for step, _ in lines] == [4, 8, 12, 16]
+    assert seen == [4, 8, 12, 16]
+
+
+def test_every_metric_is_there_for_the_loop(mesh_of):
+    trainer = ls.Trainer(
+        lambda w, x: (w + x.mean(), w), mesh=mesh_of(2), steps_per_call=4
+    )
+    found = []
+    for info in trainer.steps(jnp.zeros(()), [np.ones(4, np.float32)] * 10):
+        assert len(info.call_metrics) == len(info.call)
+        found += [float(metrics["loss"]) for metrics in info.call_metrics]
+    assert found == list(range(10))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_what_came_before_a_loader_failed_is_trained(mesh_of, count):
+    def batches():
+        for i in range(11):
+            if i == 6:
+                raise OSError("the disk is gone")
+            yield np.ones(4, np.float32)
+
+    trainer = ls.Trainer(
+        lambda w, x: (w + x.mean(), None), mesh=mesh_of(2), steps_per_call=count
+    )
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.fit(jnp.zeros(()), batches())
+    assert trainer.step == 6 and float(trainer.state) == 6
+
+
+def test_the_program_of_a_call_does_not_count_for_max_compiles(mesh_of):
+    trainer = ls.Trainer(
+        lambda w, x: (w + x.sum(), None),
+        mesh=mesh_of(2),
+        steps_per_call=2,
+        max_compiles=1,
+    )
+    sizes = [4, 4, 4, 4, 8]
+    batches = [np.ones(n, np.float32) for n in sizes]
+    assert float(trainer.fit(jnp.zeros(()), batches[:4])) == 16
+    with pytest.raises(RuntimeError, match="a second time, above max_compiles=1"):
+        trainer.fit(jnp.zeros(()), batches)
 
 
 def test_the_loop_gets_the_last_step_of_each_call(mesh_of):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +20,13 @@ class Compile:
         reason: "first call", or what differs from the nearest known call.
         signature: the types of all leaves, and what is static.
         seconds: wall time of the call that compiled, with tracing.
+        planned: whether the user asked for this program, as with `steps_per_call`.
     """
 
     reason: str
     signature: Signature
     seconds: float | None = None
+    planned: bool = False
 
 
 class CompileLog:
@@ -71,7 +74,8 @@ class CompileLog:
         Args:
             arguments: the arguments; leaves that are no arrays or numbers are static.
             static: further arguments, static as a whole.
-            planned: why, where the user asked for one more program: no surprise then.
+            planned: why, where the user asked for one more program: no surprise then,
+                and not counted for `max_compiles`.
 
         Raises:
             RuntimeError: more than `max_compiles`.
@@ -80,7 +84,7 @@ class CompileLog:
             return
         signature = Signature.of(arguments, static)
         reason, hint = (planned, "") if planned else self._reason(signature)
-        self._note(signature, reason, hint, expected=bool(planned))
+        self._note(signature, reason, hint, planned=bool(planned))
 
     def begin_again(self, reason: str) -> None:
         """Note a compile of known arguments, such as one for another layout of them.
@@ -89,20 +93,22 @@ class CompileLog:
             RuntimeError: more than `max_compiles`.
         """
         if not self._paused and self.entries:
-            self._note(self.entries[-1].signature, reason, "", expected=False)
+            self._note(self.entries[-1].signature, reason, "", planned=False)
 
     def _note(
-        self, signature: Signature, reason: str, hint: str, *, expected: bool
+        self, signature: Signature, reason: str, hint: str, *, planned: bool
     ) -> None:
         """Announce a compile before it stalls the run."""
-        if self.max_compiles is not None and self.count >= self.max_compiles:
+        counted = sum(not entry.planned for entry in self.entries)
+        most = math.inf if self.max_compiles is None else self.max_compiles
+        if not planned and counted >= most:
             raise RuntimeError(
-                f"{self.name} would compile a {_ordinal(self.count + 1)} time, above "
+                f"{self.name} would compile a {_ordinal(counted + 1)} time, above "
                 f"max_compiles={self.max_compiles}: {reason}{hint}"
             )
-        if self.entries and not expected:
+        if self.entries and not planned:
             _log.warning("%s: %s: compiling again%s", self.name, reason, hint)
-        self.entries.append(Compile(reason, signature))
+        self.entries.append(Compile(reason, signature, planned=planned))
 
     def finish(self, seconds: float) -> None:
         """Note how long the compile took that began last."""

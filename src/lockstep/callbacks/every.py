@@ -18,17 +18,20 @@ class Every:
         for method in ("start", "observe", "finish", "close"):
             if hasattr(callback, method):
                 setattr(self, method, getattr(callback, method))
+        self.each_step = getattr(callback, "each_step", False)
 
     def __call__(self, info: StepInfo) -> Any:
         """Call the callback if it is its turn."""
-        turn = any(step % self.n == 0 for step in info.call)
+        steps = [info.step] if self.each_step else info.call
+        turn = any(step % self.n == 0 for step in steps)
         return self.callback(info) if turn else None
 
 
 def every(n: int, callback: Callback) -> Every:
     """Call a callback after the steps n, 2n, 3n and so on.
 
-    Under `Trainer(steps_per_call=k)`: after the call in which such a step was.
+    Under `Trainer(steps_per_call=k)`: after the call in which such a step was; `Log`
+    and `Plot`, which only need the metrics, at the very step.
     Its `start`, `observe`, `finish` and `close` are called as if it stood alone: `Log`
     hears of each step and writes each n-th.
 

@@ -3,6 +3,7 @@
 Reading a metric of the newest step would make the host wait for the devices, and the
 devices then for the host. A step keeps two calls in flight, so the metrics of a step
 are there as soon as two more were handed over. Until then they stay on the devices.
+A call is one step, or several under `Trainer(steps_per_call=k)`.
 """
 
 from collections import deque
@@ -40,7 +41,7 @@ class Interval:
         """
         if not self._calls:
             check_scalars(info.metrics)
-        self._calls += 1
+        self._calls += info.step == info.call[0]
         self._growing.add(info)
 
     def end(self) -> None:
@@ -92,7 +93,7 @@ class _Steps:
             self._timed_steps += 1
             self._timed_rows += info.rows
         if len(self._held) > MOST_HELD:
-            self._read(keep=MAX_IN_FLIGHT)
+            self._read(keep=MAX_IN_FLIGHT * len(info.call))
 
     def start_copy(self) -> None:
         for leaves in self._held:

@@ -12,8 +12,9 @@ class Log:
     """Write the means of the metrics since the last time it was called.
 
     `every(100, Log(...))` reads the metrics once in 100 steps, when the devices are
-    done with them; the line of step 100 appears after step 102. A `Mean` is merged, a
-    plain number averaged over the rows. Two more scalars say how fast it goes,
+    done with them; the line of step 100 appears after step 102, two calls later. Under
+    `steps_per_call` the lines are the same. A `Mean` is merged, a plain number averaged
+    over the rows. Two more scalars say how fast it goes,
     `examples_per_second` and `seconds_per_step`: by the clock on the wall, with
     evaluations and padding, without the steps that compiled. Whatever other
     callbacks put into `info.results` is written too, under the step that it belongs
@@ -26,6 +27,8 @@ class Log:
         >>> import lockstep as ls
         >>> log = ls.every(100, Log(ls.writers.JsonLines("run/metrics.jsonl")))
     """
+
+    each_step = True  # of a call of several, so that the lines are the same
 
     def __init__(self, *writers: Writer) -> None:
         for writer in writers:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from lockstep import sharding
 from lockstep.data.prefetching import Prefetch, PrefetchIterator, prefetch
+from lockstep.distributed.session import group_of
 from lockstep.loop import position
 from lockstep.loop.batch_rows import BatchRows
 from lockstep.loop.contract import check_count
@@ -55,6 +56,7 @@ class Feed:
         self._epoch, self._in_epoch, self._epochs_done = 1, 0, 0
         self._start: dict[str, Any] | None = None
         self._current: Any = None
+        self._failure: Exception | None = None
         self._placed = self._place(batches, step)
 
     def __iter__(self) -> Generator[tuple[int, list[Any]], None, None]:
@@ -164,10 +166,26 @@ class Feed:
         room = self._at_a_time
         if self._steps is not None:
             room = min(room, self._steps - self.done)
-        group = list(itertools.islice(self._current, room))
+        group = self._read(room)
         self.rows.see(group, starts_epoch=self._in_epoch == 0)
         self.done += len(group)
         self._in_epoch += len(group)
+        return group
+
+    def _read(self, room: int) -> list[Any]:
+        """Up to so many batches; those before an error come first, then the error."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        group = []
+        try:
+            for batch in itertools.islice(self._current, room):
+                group.append(batch)
+        except Exception as error:
+            # Other processes may hold a full call: they would not run these steps.
+            if not group or len(group_of(self._step.mesh)) > 1:
+                raise
+            self._failure = error
         return group
 
 

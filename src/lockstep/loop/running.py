@@ -16,6 +16,10 @@ class Callback(Protocol):
     - `finish(info)` after the last step, unless the training failed;
     - `close()` at the very end, also after a failure.
 
+    Under `Trainer(steps_per_call=k)` a callback is called once for k steps, with the
+    last of them. One with the attribute `each_step = True` is called for every step; it
+    reads `info.metrics`, for only the last step of a call has an `info.state`.
+
     With several processes all of them run the callbacks.
     """
 
@@ -51,8 +55,9 @@ class Running:
             for info in infos:
                 for callback in self._observers:
                     callback.observe(info)
-            for callback in self._callbacks:
-                stop = bool(callback(info)) or stop
+                for callback in self._callbacks:
+                    if info is infos[-1] or getattr(callback, "each_step", False):
+                        stop = bool(callback(info)) or stop
         except Exception as error:
             error.add_note(f"in {name_of(callback)} at step {info.step}")
             raise

@@ -37,6 +37,7 @@ class StepInfo:
         compiled: whether the step was compiled for this batch.
         call: the numbers of the steps that were handed over together; just this one
             without `steps_per_call`.
+        call_metrics: the metrics of each step of `call`, still on the devices.
         results: numbers on the host that callbacks found at this step, such as
             `valid/loss`; later callbacks see those of earlier ones.
     """
@@ -48,6 +49,7 @@ class StepInfo:
     seconds: float
     compiled: bool
     call: range
+    call_metrics: list[Any]
     trainer: "Trainer" = field(repr=False)
     results: dict[str, float] = field(default_factory=dict)
 
@@ -96,9 +98,11 @@ class Trainer:
         steps_per_call: how many steps are handed to the devices together. Worth it for
             steps of a millisecond or less, whose time is that of starting them. The
             training is the same; callbacks are called, and the loop gets its turn,
-            after each call. The first call, the last steps of an epoch that fill no
+            after each call, with `info.call_metrics`; `Log` writes every step. The
+            first call, the last steps of an epoch that fill no
             call, and steps of another form run one by one.
-        max_compiles: raise instead of compiling more often than this.
+        max_compiles: raise instead of compiling more often than this, the program of
+            `steps_per_call` not counted.
         transfer_guard: "error" refuses what is moved to the devices in every step
             without being asked for: by the step (the error names the argument) and by
             the callbacks. The body of your own loop is not guarded.
@@ -264,17 +268,19 @@ class Trainer:
         except Exception as error:
             error.add_note(f"in step {first} (epoch {epoch})")
             raise
+        metrics = [contract.by_name(found) for found in metrics]
         self.step += len(batches)
         then, self._last_time = self._last_time, self._clock()
         return [
             StepInfo(
                 step=first + i,
                 epoch=epoch,
-                metrics=contract.by_name(metrics[i]),
+                metrics=metrics[i],
                 rows=rows_of(batch),
                 seconds=(self._last_time - then) / len(batches),
                 compiled=self.parallel.compiles.count > compiles,
                 call=range(first, self.step + 1),
+                call_metrics=metrics,
                 trainer=self,
             )
             for i, batch in enumerate(batches)
