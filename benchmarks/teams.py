@@ -2,6 +2,8 @@
 
 import os
 import subprocess
+import sys
+import tempfile
 
 import portpicker
 
@@ -19,12 +21,15 @@ class Team:
         cores = [str(i % CORES) for i in range(processes)]
         if processes == 1:
             cores = ["0,1"]
+        # What a killed team says at its end is of no interest; of a failed one it is.
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._members = [
             subprocess.Popen(
                 ["taskset", "-c", core, *command]
                 + [model, address, str(processes), str(number)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=self._said,
                 text=True,
             )
             for number, core in enumerate(cores)
@@ -41,9 +46,12 @@ class Team:
             member.kill()
         for member in self._members:
             member.communicate()
+        self._said.close()
 
     def _answer(self, member):
         for line in member.stdout:
             if line.startswith("ms "):
                 return float(line.split()[1])
+        self._said.seek(0)
+        print(self._said.read(), file=sys.stderr)
         raise RuntimeError(f"a process ended with exit code {member.wait()}")
