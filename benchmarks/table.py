@@ -27,6 +27,7 @@ from lockstep.bench.compare import makers_for
 from lockstep.bench.timing import take_turns
 
 BASE = "hand-written jit"
+COUNTS = 1, 2, 4, 8  # they divide the rows of every model, and the 8 fixed shards
 GUIDES = "the guides' pmap loop"
 
 
@@ -66,10 +67,11 @@ def verdicts(title, rows):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=WORKLOADS)
-    parser.add_argument("--devices", nargs="+", type=int, default=[2, 8])
-    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument(
+        "--devices", nargs="+", type=int, choices=COUNTS, default=[2, 8]
+    )
     parser.add_argument("--out", type=Path, default=Path("run/bench"))
-    two_processes.add_options(parser)
+    two_processes.add_options(parser, turns=8)
     options = parser.parse_args()
     ls.simulate_devices(max(options.devices))
     tables = {}

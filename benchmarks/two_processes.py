@@ -82,7 +82,14 @@ def title(model):
     return f"{model} in two processes"
 
 
-def add_options(parser):
+def at_least_one(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
+
+
+def add_options(parser, turns):
+    parser.add_argument("--turns", type=at_least_one, default=turns)
     parser.add_argument("--with-torch", action="store_true")
     parser.add_argument("--torch-python")
 
@@ -95,8 +102,7 @@ def torch_python(options):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--turns", type=int, default=10)
-    add_options(parser)
+    add_options(parser, turns=10)
     options = parser.parse_args()
     for model in options.models:
         show(model, measure(model, torch_python(options), options.turns))

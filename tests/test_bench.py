@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import re
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from bench_maker import write_maker
-from fresh_process import run_lockstep
+from fresh_process import run_lockstep, run_python
 
 from lockstep.bench import compare, handwritten, report, workload
 from lockstep.bench.contender import Contender
@@ -73,6 +76,20 @@ class TestTurns:
         )
         # About 0.1 s a turn, after one step that does not count.
         assert runs.count(("a", 10)) == 4 and runs.count(("b", 2)) == 4 + 2
+
+    def test_the_same_refusal_is_said_once(self, caplog):
+        clock = FakeClock()
+
+        def refuse():
+            raise KeyError("nope")
+
+        makers = {"x": refuse, "y": refuse, "a": contender("a", clock, 0.01, [])}
+        rows = take_turns(makers, turns=2, leave_out=True, clock=clock)
+        assert [row.name for row in rows] == ["a"]
+        [record] = caplog.records
+        said = record.getMessage()
+        assert said.startswith("x, y are left out: KeyError: 'nope' (test_bench.py:")
+        assert said.endswith("in refuse)")
 
     def test_orders_change_from_round_to_round(self):
         clock, runs = FakeClock(), []
@@ -165,6 +182,20 @@ class TestContenders:
         assert "parallelize(step, mesh)" in compare.describe(rows, own, mesh_of(2))
 
     @pytest.mark.parametrize(
+        ("returned", "words"),
+        [
+            (lambda state: state, "returned one dict.*return state, {'loss': loss}"),
+            (lambda state: (state["w"], state["b"]), "changed the form of its state"),
+        ],
+    )
+    def test_a_step_that_returns_something_else(self, mesh_of, returned, words, caplog):
+        work = work_of()
+        own = OwnStep(lambda state, batch: returned(state), work.params, work.batch)
+        with pytest.raises(ValueError, match="nothing can train this here"):
+            compare.compare(own, mesh_of(2), turns=2)
+        assert re.search(words, caplog.text)
+
+    @pytest.mark.parametrize(
         ("axis_name", "view"), [(None, "parallelize"), ("data", "per_device")]
     )
     def test_a_train_step_of_ones_own(self, axis_name, view, mesh_of):
@@ -196,7 +227,20 @@ class TestReport:
             "make_train_step(loss, optimizer, axis_name='data', grad_norm=False)"
             in text
         )
+        assert "fastest here: train step, device view (3.000 ms a step)" in text
         assert "least memory: parallelize" in text
+        assert "fastest of lockstep" not in text and "too small" not in text
+
+    @pytest.mark.parametrize(
+        ("name", "devices", "small"),
+        [("one device", 2, True), ("one device", 1, False), ("by hand", 2, False)],
+    )
+    def test_says_if_another_row_is_the_fastest(self, name, devices, small, mesh_of):
+        rows = [Row(name, False, 1.0, [1.0, 1.0], None), *self.ROWS]
+        text = compare.describe(rows, work_of(), mesh_of(devices))
+        assert f"fastest here: {name} (1.000 ms a step)\n" in text
+        assert "fastest of lockstep: train step, device view (3.000 ms a step)" in text
+        assert ("this work is too small to be split over 2" in text) == small
 
     def test_files(self, tmp_path):
         tables = {"mlp": self.ROWS, "deep": self.ROWS}
@@ -227,6 +271,55 @@ class TestMakers:
     def test_wrong_places(self, where, words):
         with pytest.raises(ValueError, match=words):
             workload.load(where)
+
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("fails", r"fails failed: RuntimeError: no data \(broken.py:3 in fails\)$"),
+            ("asks", "asks is called without arguments: missing.*'rows'"),
+            ("number", "number is a int, and not a function"),
+        ],
+    )
+    def test_errors_of_the_maker(self, name, words, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        script = tmp_path / "broken.py"
+        script.write_text(BROKEN)
+        with pytest.raises(ValueError, match=words):
+            workload.load(f"{script}:{name}")
+
+    def test_errors_of_the_file(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        script = tmp_path / "broken.py"
+        script.write_text("x = 1\n1 / 0\n")
+        with pytest.raises(ValueError, match=r"division by zero \(broken.py:2 in"):
+            workload.load(f"{script}:make")
+
+
+BROKEN = """
+def fails():
+    raise RuntimeError("no data")
+
+def asks(rows):
+    pass
+
+number = 3
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "options", "words"),
+    [
+        ("table.py", ("--turns", "0"), "--turns: 0 is below 1"),
+        ("table.py", ("--devices", "3"), "--devices: invalid choice"),
+        ("table.py", ("--devices", "0"), "--devices: invalid choice"),
+        ("two_processes.py", ("--turns", "0"), "--turns: 0 is below 1"),
+    ],
+)
+def test_wrong_options_of_the_benchmarks(script, options, words):
+    folder = Path(__file__).parents[1] / "benchmarks"
+    done = run_python(str(folder / script), *options)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
 @pytest.mark.full

@@ -10,6 +10,8 @@ from lockstep.bench.contender import Contender
 from lockstep.bench.timing import Row, take_turns
 from lockstep.bench.workload import OwnStep, Workload, row_count
 
+ALONE = "one device"
+
 # The rows by `make_train_step`, with their options as the user would write them. The
 # hand-written steps do not compute the norm of the gradient, so neither do these.
 OPTIONS = {
@@ -35,7 +37,7 @@ def makers_for(
     if isinstance(work, OwnStep):
         return {"your own step": partial(ours.own, work, mesh)}
     return {
-        "one device": partial(handwritten.alone, work, mesh),
+        ALONE: partial(handwritten.alone, work, mesh),
         "hand-written jit": partial(handwritten.jitted, work, mesh),
         "hand-written shard_map": partial(handwritten.sharded, work, mesh),
         ours.PARALLELIZE: partial(ours.parallelized, work, mesh),
@@ -67,20 +69,39 @@ def describe(rows: list[Row], work: Workload | OwnStep, mesh: Mesh) -> str:
     """The table, and which row to choose."""
     title = f"{row_count(work)} rows on {mesh.size} devices"
     base = next((r.name for r in rows if r.name == "hand-written jit"), rows[0].name)
-    fastest = report.best(rows, ours=True)
-    options = OPTIONS.get(fastest.name)
-    if options is None:
-        advice = f"{fastest.name}(step, mesh)"
-    else:
-        words = [f"{name}={value!r}" for name, value in options.items()]
-        advice = f"make_train_step({', '.join(['loss', 'optimizer', *words])})"
     memory = [row for row in rows if row.ours and row.nbytes is not None]
     smallest = min(memory, key=lambda row: row.nbytes or 0)
     return "\n".join(
         [
             report.as_table(title, rows, base),
             "",
-            f"fastest here: {fastest.name} ({fastest.median:.3f} ms a step): {advice}",
+            *_fastest(rows, mesh),
             f"least memory: {smallest.name}",
         ]
     )
+
+
+def _fastest(rows: list[Row], mesh: Mesh) -> list[str]:
+    """Which row is the fastest of all, and which of lockstep's."""
+    fastest, ours = report.best(rows, ours=False), report.best(rows, ours=True)
+    found = f"{ours.name} ({ours.median:.3f} ms a step): {_as_written(ours.name)}"
+    if fastest is ours:
+        return [f"fastest here: {found}"]
+    lines = [
+        f"fastest here: {fastest.name} ({fastest.median:.3f} ms a step)",
+        f"fastest of lockstep: {found}",
+    ]
+    if fastest.name == ALONE and mesh.size > 1:
+        shared = mesh.devices.flat[0].platform == "cpu"
+        hint = " (CPU devices share the cores of this machine)" if shared else ""
+        lines.append(f"this work is too small to be split over {mesh.size}{hint}")
+    return lines
+
+
+def _as_written(name: str) -> str:
+    """The row with this name, as the user would write it."""
+    options = OPTIONS.get(name)
+    if options is None:
+        return f"{name}(step, mesh)"
+    words = [f"{option}={value!r}" for option, value in options.items()]
+    return f"make_train_step({', '.join(['loss', 'optimizer', *words])})"

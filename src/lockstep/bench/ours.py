@@ -11,6 +11,7 @@ from lockstep.bench import handwritten
 from lockstep.bench.contender import Contender
 from lockstep.bench.workload import OwnStep, Workload
 from lockstep.data import prefetch
+from lockstep.loop.contract import check_output
 from lockstep.parallel import ParallelStep, as_parallel, parallelize
 from lockstep.step import TrainStep, make_train_step
 
@@ -74,10 +75,16 @@ def _runner(
     step: ParallelStep, held: list[Any], batch: Callable[[], Any]
 ) -> Callable[[int], None]:
     """Trains for so many steps; `held[0]` is the newest state."""
+    checked = False
 
     def run(steps: int) -> None:
+        nonlocal checked
         for _ in range(steps):  # the step itself keeps two calls in flight
-            held[0], _ = step(held[0], batch())
+            output = step(held[0], batch())
+            if not checked:
+                check_output(held[0], output)
+                checked = True
+            held[0], _ = output
         step.wait()
 
     return run

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from lockstep.bench.contender import Contender
+from lockstep.bench.failures import in_one_line
 from lockstep.memory.usage import measure
 from lockstep.notices import say_once
 
@@ -64,26 +65,31 @@ def take_turns(
             first step.
         turns: how often each of them gets its turn, of about `TURN_S` seconds.
         memory: whether to find out the memory too, which takes a further compile.
-        leave_out: whether a contender that refuses the work is left out, which is
-            said, or ends everything.
+        leave_out: whether a contender that refuses the work or fails is left out,
+            which is said, or ends everything.
         clock: seconds.
 
     Returns:
         One row each, in their order.
     """
     contenders, firsts = [], []
+    left_out: dict[str, list[str]] = {}  # reason -> names
     for name, make in makers.items():
         start = clock()
         try:
             contender = make()
             contender.run(1)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             if not leave_out:
                 raise
-            say_once(f"bench {name}", f"{name} is left out: {error}")
+            left_out.setdefault(in_one_line(error), []).append(name)
             continue
         firsts.append(clock() - start)
         contenders.append(contender)
+    for reason, names in left_out.items():
+        are = "is" if len(names) == 1 else "are"
+        text = f"{', '.join(names)} {are} left out: {reason}"
+        say_once(f"bench {text}", text)
     counts = [_steps_a_turn(contender, clock) for contender in contenders]
     times: list[list[float]] = [[] for _ in contenders]
     order, draw = list(range(len(contenders))), random.Random(0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import runpy
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 
+from lockstep.bench.failures import in_one_line
 from lockstep.step.loss import Loss
 
 FORM = (
@@ -67,15 +69,47 @@ def load(where: str) -> Workload | OwnStep:
     """Call the maker at `file.py:name` or `module:name`.
 
     Raises:
-        ValueError: no such place, or what it returned has no known form.
+        ValueError: no such place, an error in the user's code (with its line), or what
+            the maker returned has no known form.
     """
     source, _, name = where.rpartition(":")
     if not source:
         raise ValueError(f"{where!r} names no function: write it as my_step.py:make")
-    namespace = _names_in(source)
+    if source.endswith(".py") and not Path(source).is_file():
+        raise ValueError(f"there is no file {source}")
+    try:
+        namespace = _names_in(source)
+    except Exception as error:
+        raise ValueError(f"{source} failed: {in_one_line(error)}") from error
     if name not in namespace:
         raise ValueError(f"there is no {name!r} in {source}")
-    return read(namespace[name]())
+    check_maker(namespace[name], where)
+    try:
+        made = namespace[name]()
+    except Exception as error:
+        raise ValueError(f"{where} failed: {in_one_line(error)}") from error
+    return read(made)
+
+
+def check_maker(maker: Any, where: str) -> None:
+    """Refuse what cannot be called without arguments.
+
+    Raises:
+        ValueError: not a function, or one that needs arguments.
+
+    Example:
+        >>> check_maker(lambda rows=8: None, "my_step.py:make")
+    """
+    if not callable(maker):
+        raise ValueError(f"{where} is a {type(maker).__name__}, and not a function")
+    try:
+        inspect.signature(maker).bind()
+    except ValueError:  # a callable that does not say
+        return
+    except TypeError as error:
+        raise ValueError(
+            f"{where} is called without arguments: {error}; give them defaults"
+        ) from None
 
 
 def read(made: Any) -> Workload | OwnStep:
@@ -108,8 +142,6 @@ def row_count(work: Workload | OwnStep) -> int:
 def _names_in(source: str) -> dict[str, Any]:
     if source.endswith(".py"):
         path = Path(source).resolve()
-        if not path.is_file():
-            raise ValueError(f"there is no file {source}")
         sys.path.insert(0, str(path.parent))
         return runpy.run_path(str(path))
     return vars(importlib.import_module(source))

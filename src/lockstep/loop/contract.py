@@ -57,9 +57,9 @@ def check_output(state: Any, output: Any) -> None:
         many = isinstance(output, tuple)
         what = f"{len(output)} values" if many else f"one {type(output).__name__}"
         raise TypeError(
-            f"the step returned {what}, and the Trainer needs two, the state and the "
-            "metrics: return state, {'loss': loss}. Several states go into one tuple: "
-            "return (params, opt_state), {'loss': loss}"
+            f"the step returned {what}, and a train step returns two, the state and "
+            "the metrics: return state, {'loss': loss}. Several states go into one "
+            "tuple: return (params, opt_state), {'loss': loss}"
         )
     difference = first_difference(state, output[0], "state")
     if difference is not None:
