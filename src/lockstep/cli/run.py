@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -38,7 +37,7 @@ _WatchEvery = Annotated[
     typer.Option(min=1, metavar="N", help="--watch compares the copies in each N."),
 ]
 _CompileCache = Annotated[
-    Path | None,
+    str | None,
     typer.Option(metavar="DIR", help="Keep compiled programs there for the next run."),
 ]
 _Rehearse = Annotated[
@@ -107,8 +106,8 @@ def run(
     with ExitStack() as setup:
         if count := simulate or rehearse:
             setup.enter_context(launch.simulated(count))
-        if compile_cache:
-            import_module("lockstep").cache_compiles(compile_cache)
+        if compile_cache is not None:
+            _keep_compiles(compile_cache)
         if compat or era_random:
             import_module("lockstep.compat").install(era_random=era_random)
         if rehearse:
@@ -120,6 +119,16 @@ def run(
         if watch:
             setup.enter_context(import_module("lockstep.watch").watched(watch_every))
         _launch(program)
+
+
+def _keep_compiles(folder: str) -> None:
+    from lockstep.compile_cache import cache_compiles
+
+    try:
+        cache_compiles(folder)
+    except (OSError, ValueError) as error:
+        typer.echo(f"lockstep run: --compile-cache: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 def _launch(program: Any) -> None:
