@@ -45,6 +45,12 @@ def test_as_placed_by_a_copy(mesh_of, axis_name, sharding):
     np.testing.assert_allclose(state.params["w"], copied.params["w"], rtol=1e-5)
 
 
+def test_a_state_in_place_of_a_function(mesh_of):
+    step = ls.parallelize(lambda w, x: (w, {}), mesh_of(2))
+    with pytest.raises(TypeError, match="got a dict: give the function"):
+        step.make_state({"w": 1.0})
+
+
 def test_of_a_plain_step(mesh_of):
     step = ls.parallelize(lambda w, x: (w + x.sum(), {"w": w}), mesh_of(2))
     state = step.make_state(jnp.zeros, ())

@@ -394,7 +394,11 @@ def test_torch_tensors_become_arrays(mesh_of):
     ("arguments", "error", "message"),
     [
         ({"size": 0}, ValueError, "size=0"),
+        ({"size": 1.5}, TypeError, "size=1.5 is a float: give an int"),
+        ({"size": True}, TypeError, "size=True is a bool"),
+        ({"size": None}, TypeError, "size=None is a NoneType"),
         ({"limit": 0}, ValueError, "limit=0"),
+        ({"limit": "8"}, TypeError, "limit='8' is a str"),
         ({"batches": {"x": np.ones(8)}}, TypeError, r"one dict: give \[batch\]"),
         ({"batches": 3}, TypeError, "one int"),
         ({"where": "gpu"}, TypeError, "where is a str"),

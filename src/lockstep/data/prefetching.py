@@ -7,6 +7,7 @@ compute on the batches before. It alone touches the source while it runs.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 from jax.sharding import Mesh
@@ -39,8 +40,8 @@ def prefetch(
         batches: process-local trees of `[B, ...]` arrays (NumPy, torch, TensorFlow).
             A re-iterable (a list, a `DataLoader`, `data.batches`) starts again with
             each loop; an iterator can be read once.
-        where: a mesh, or the step that will use the batches
-            (from `parallelize`, `per_device` or `make_train_step`).
+        where: a mesh, or the step that will use the batches, from `parallelize` or
+            `per_device`: one from `make_train_step` goes through one of them first.
         size: how many batches to hold ahead, at least 1.
         remainder: what to do with rows that do not divide; `"error"` when `None`. It
             belongs to the step where there is one.
@@ -55,7 +56,8 @@ def prefetch(
     Raises:
         ValueError: `size` or `limit` below 1, a `remainder` unlike the step's, or a
             torch `DataLoader` that forks its workers.
-        TypeError: `batches` is a single batch, or `where` is no place.
+        TypeError: `batches` is a single batch, `where` is no place, or `size` or
+            `limit` is no whole number.
 
     Example:
         >>> import lockstep as ls, numpy as np
@@ -64,10 +66,9 @@ def prefetch(
         >>> [float(batch["x"].sum()) for batch in ls.prefetch(host_batches, mesh)]
         [24.0, 0.0]
     """
-    if size < 1:
-        raise ValueError(f"size={size}: prefetch holds at least 1 batch ahead")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit}: a pass has at least 1 batch")
+    _check_count("size", size, "prefetch holds at least 1 batch ahead")
+    if limit is not None:
+        _check_count("limit", limit, "a pass has at least 1 batch")
     if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
         raise TypeError(
             "prefetch needs an iterable of batches and got one "
@@ -83,6 +84,13 @@ def prefetch(
         own = remainder or getattr(where, "remainder", "error")
         begin = partial(SharedPass, place, layout, own)
     return Prefetch(batches, begin, size, limit)
+
+
+def _check_count(name: str, count: Any, why: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, Integral):
+        raise TypeError(f"{name}={count!r} is a {type(count).__name__}: give an int")
+    if count < 1:
+        raise ValueError(f"{name}={count}: {why}")
 
 
 def _place_on(where: Any, remainder: str | None) -> tuple[Place, Layout | None]:

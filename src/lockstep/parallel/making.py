@@ -10,6 +10,12 @@ from lockstep import sharding
 
 def make_state(make: Callable[..., Any], args: tuple[Any, ...], step: Any) -> Any:
     """Run `make(*args)` as one program whose outputs lie as the step places them."""
+    if not callable(make):
+        raise TypeError(
+            f"make_state(make, ...) got a {type(make).__name__}: give the function "
+            "that makes the state, as step.make_state(init, key); place_state takes a "
+            "state"
+        )
     everywhere = sharding.replicated(step.mesh)
 
     def describe(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
