@@ -95,12 +95,15 @@ def on_one_device(cell: Cell) -> Run:
 
 
 def _made_step(cell: Cell, task: Task, axis_name: str | None) -> Any:
+    # The negatives of a row are those of its microbatch, by hand as well.
+    in_parts = cell.task == "contrastive" and cell.accumulate > 1
     return ls.make_train_step(
         task.loss,
         task.optimizer,
         model_state=task.model_state is not None,
         accumulate=cell.accumulate,
         axis_name=axis_name,
+        rows="local" if in_parts else None,
     )
 
 

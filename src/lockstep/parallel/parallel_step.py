@@ -143,6 +143,8 @@ class ParallelStep:
     def _ready_for(self, state: Any, calls: tuple[Any, ...]) -> program.Program | None:
         """The program that ran for one such call, if nothing about these is new."""
         first = (state, *calls[0])
+        if not self._rows_check.done:  # a program may be there, and have been refused
+            return None
         if not self._placer.is_placed(jax.tree.leaves((state, calls))):
             return None
         if any(self._padding_check.concerns((state, *call)) for call in calls):

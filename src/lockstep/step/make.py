@@ -55,8 +55,9 @@ def make_train_step(
             `jax.checkpoint`.
         batch_norm: `"local"` allows, in the device view, statistics of each device's
             own rows; they are averaged over the devices.
-        rows: `"local"` allows, in the device view, a loss in which the rows of one
-            device meet (negatives, ranks or norms among its own rows) or add up.
+        rows: `"local"` allows, in the device view or with `accumulate`, a loss in which
+            the rows of one device, fixed shard or microbatch meet (negatives, ranks or
+            norms among its own rows) or add up.
         grad_norm: whether the norm of the gradient is among the metrics. It takes a
             look at every gradient: a few percent of the step of a wide, shallow model.
         optimizer_sharding: a mesh axis, as `"data"`: each device holds a share of the
@@ -91,7 +92,7 @@ def make_train_step(
     """
     _check_optimizer(optimizer)
     _check_options(axis_name, accumulate, clip_norm, ema, batch_norm, model_state)
-    _check_device_options(axis_name, rows, fixed_shards, optimizer_sharding)
+    _check_parts(axis_name, accumulate, rows, fixed_shards, optimizer_sharding)
     read = Loss.read(loss, model_state)
     if remat is True or callable(remat):
         policy = remat if callable(remat) else None
@@ -149,15 +150,16 @@ def _check_options(
         )
 
 
-def _check_device_options(
+def _check_parts(
     axis_name: str | None,
+    accumulate: int,
     rows: Any,
     fixed_shards: Any,
     optimizer_sharding: Any,
 ) -> None:
     _check_sharding(optimizer_sharding, axis_name, fixed_shards)
     fixed.check_option(fixed_shards, axis_name)
-    _check_rows(rows, axis_name)
+    _check_rows(rows, axis_name, accumulate)
 
 
 def _check_sharding(
@@ -181,11 +183,11 @@ def _check_sharding(
         )
 
 
-def _check_rows(rows: Any, axis_name: str | None) -> None:
+def _check_rows(rows: Any, axis_name: str | None, accumulate: int) -> None:
     if rows not in (None, "local"):
         raise ValueError(f"rows={rows!r} must be 'local' or None")
-    if rows and axis_name is None:
+    if rows and axis_name is None and accumulate == 1:
         raise ValueError(
-            "rows='local' is for the device view (axis_name=): in the global view the "
-            "loss sees the whole batch"
+            "rows='local' is for the device view (axis_name=) or accumulate=: in the "
+            "global view the loss sees the whole batch"
         )

@@ -1,9 +1,9 @@
-"""Is a loss in the device view what one device gives? Asked before the first step.
+"""Is a loss computed in parts what it is as a whole? Asked before the first step.
 
 First its jaxpr is read, which costs nothing and proves most losses, or the contrary.
 What is left is tried: the loss of some rows in one part and in two. So a loss whose
 rows meet (in-batch negatives, a maximum or a norm over rows, a sum, a mean over the
-tokens of one device) is refused before it trains on something else.
+tokens of one part) is refused before it trains on something else.
 """
 
 from typing import Any
@@ -26,6 +26,7 @@ from lockstep.parallel.independence.kinds import (
     Sum,
     Uneven,
 )
+from lockstep.parallel.independence.parts import Parts
 from lockstep.parallel.independence.trial import Trial
 from lockstep.parallel.options import Options
 from lockstep.parallel.static_leaves import unwrap, wrap
@@ -33,11 +34,11 @@ from lockstep.placement import MaskedBatch
 from lockstep.step.rows import open_batch
 
 _WHY_UNEVEN = {
-    "div": ": a sum divided by a sum, and devices whose divisors differ would weigh "
+    "div": ": a sum divided by a sum, and {parts} whose divisors differ would weigh "
     "alike (a mean of means)",
-    "mul": ": a product of means, and the means of each device are others",
+    "mul": ": a product of means, and the means of each {part} are others",
 }
-_WHY_BENT = ": it bends a mean over the rows, and the means of each device are others"
+_WHY_BENT = ": it bends a mean over the rows, and the means of each {part} are others"
 
 
 class RowsCheck:
@@ -45,40 +46,30 @@ class RowsCheck:
 
     def __init__(self, options: Options) -> None:
         """Nothing is traced yet."""
-        fn, mesh = options.fn, options.device_mesh
         self._options = options
-        self._axis = options.device_axis or options.row_axis
+        self._parts = Parts.of(options)
         self.done = (
-            options.device_axis is None
-            or not options.is_train_step
+            self._parts.count == 1
             or options.batch_argnums != (1,)
-            or mesh.shape[self._axis] == 1
-            or "local" in (fn.rows, fn.batch_norm)
-            or bool(getattr(fn, "fixed_shards", None))  # the same on any devices
+            or "local" in (options.fn.rows, options.fn.batch_norm)
         )
 
     def __call__(self, placed: tuple[Any, ...]) -> None:
         """Look at the loss of placed arguments.
 
         Raises:
-            ValueError: the rows of one device meet in the loss or in a metric.
+            ValueError: the rows of one part meet in the loss or in a metric.
         """
         for finding in self.findings(placed):
-            raise ValueError(
-                f"{finding}. Return one value a row or Mean(total, count); or gather "
-                "the other devices' rows in the loss "
-                f"(lax.all_gather(x, {self._axis!r}, tiled=True)); or use the global "
-                "view (make_train_step without axis_name), where the loss sees the "
-                "whole batch; or write make_train_step(rows='local') if each device "
-                "is to treat its own rows by themselves"
-            )
+            way_out = self._parts.way_out(self._options.fn.accumulate)
+            raise ValueError(f"{finding}. {way_out}")
         self.done = True
 
     def findings(self, placed: tuple[Any, ...]) -> list[str]:
         """What is other in two parts than in one: the loss or a metric, and why."""
-        unproven = self.unproven(placed)
+        unproven, parts = self.unproven(placed), self._parts
         sure = [
-            _describe(name, kind)
+            _describe(name, kind, parts)
             for name, kind in unproven.items()
             if isinstance(kind, (Uneven, RaisedCount))  # no rows need to show it
         ]
@@ -86,15 +77,17 @@ class RowsCheck:
             return sure
         gaps = self._gaps_anywhere(placed)
         return [
-            f"{_describe(name, kind)}: the same rows give {gaps[name][0]:.6g} on one "
-            f"device, and {gaps[name][1]:.6g} on two with half of them each"
+            f"{_describe(name, kind, parts)}: the same rows give "
+            f"{gaps[name][0]:.6g} {parts.preposition} one {parts.name}, and "
+            f"{gaps[name][1]:.6g} {parts.preposition} two with half of them each"
             for name, kind in unproven.items()
             if name in gaps
         ]
 
     def _gaps_anywhere(self, placed: tuple[Any, ...]) -> dict[str, Any]:
         """What the trial finds in any process: each has rows of its own."""
-        own = Trial(self._options, *_arguments(self._options, placed)).gaps()
+        arguments = _arguments(self._options, placed)
+        own = Trial(self._options, self._parts, *arguments).gaps()
         group = session.group_of(self._options.mesh)
         found = session.exchange(own, group, what="the trial of the loss") or [own]
         return {name: gap for gaps in found for name, gap in gaps.items()}
@@ -103,8 +96,8 @@ class RowsCheck:
         """The loss and metrics that may be other than one device gives, by name."""
         state, batch, key = _arguments(self._options, placed)
         fn, mesh = self._options.fn, self._options.device_mesh
-        axis = self._axis
-        rows = placement.count_rows(batch) // mesh.shape[axis] // fn.accumulate
+        axis = self._options.device_axis or self._options.row_axis
+        rows = placement.count_rows(batch) // self._parts.count
         rows = max(rows, 2)  # one row alone meets nobody
         few = _with_rows(batch, rows)
         opened = jax.eval_shape(lambda b: open_batch(b, fn.mask).data, few)
@@ -118,7 +111,7 @@ class RowsCheck:
             return list(found.values())
 
         args = state.params, state.model_state, opened, key
-        environment = list(mesh.shape.items())
+        environment = list(mesh.shape.items()) if self._options.device_axis else []
         traced, shapes = jax.make_jaxpr(
             values, axis_env=environment, return_shape=True
         )(*args)
@@ -131,7 +124,7 @@ class RowsCheck:
         return {name: kind for name, kind in zip(names, odd, strict=True) if kind}
 
 
-def _describe(name: str, kind: Kind) -> str:
+def _describe(name: str, kind: Kind, parts: Parts) -> str:
     what = "the loss" if name == "loss" else f"metric {name!r}"
     if isinstance(kind, RaisedCount):
         return (
@@ -149,7 +142,8 @@ def _describe(name: str, kind: Kind) -> str:
         where = f" (rows meet in `{kind.eqn.primitive.name}`"
         where += f" at {line})" if line else ")"
     if isinstance(kind, Uneven):
-        where += _WHY_UNEVEN.get(kind.eqn.primitive.name, _WHY_BENT)
+        why = _WHY_UNEVEN.get(kind.eqn.primitive.name, _WHY_BENT)
+        where += why.format(part=parts.name, parts=parts.several)
     return f"{what} is no mean of independent rows{where}"
 
 

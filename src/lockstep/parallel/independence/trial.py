@@ -1,6 +1,7 @@
 """The loss of the same rows in one part and in two: do they agree?
 
-The two parts are what two devices would have, axis name included, on one device here.
+The two parts are what two devices would have, axis name included, on one device here;
+or what two microbatches would, each of which takes every second row.
 Only the forward pass runs. Random numbers are replaced by ones that are the same for
 every row, since a row's place may not matter.
 """
@@ -16,6 +17,7 @@ import numpy as np
 
 from lockstep import tree
 from lockstep.metrics import flatten
+from lockstep.parallel.independence.parts import MICROBATCH, Parts
 from lockstep.parallel.independence.steady_key import steady_key
 from lockstep.parallel.options import Options
 from lockstep.parallel.static_leaves import unwrap
@@ -28,17 +30,24 @@ _TURNS = 3
 
 
 class Trial:
-    """The loss on the rows of two microbatches, at hand in this process."""
+    """The loss on the rows of two parts, at hand in this process."""
 
-    def __init__(self, options: Options, state: Any, batch: Any, key: Any) -> None:
-        """Collect what the loss needs on one device."""
+    def __init__(
+        self, options: Options, parts: Parts, state: Any, batch: Any, key: Any
+    ) -> None:
+        """Collect what the loss needs on one device, or in the global view on all."""
         self._fn, self._mesh = options.fn, options.device_mesh
-        self._axis = options.device_axis or options.row_axis
-        shards = self._mesh.shape[self._axis] * self._fn.accumulate
-        self._rows = 2 * (count_rows(batch) // shards)
+        self._parts, is_global = parts, parts.axis is None
+        shards = parts.count
+        if is_global:  # no more rows than a device has
+            shards *= self._mesh.shape[options.row_axis]
+        self._rows = 2 * max(count_rows(batch) // shards, 1)
+        self._twins = is_global and self._fn.loss.model_state
         self._key = None if key is None else steady_key()
-        self._state = jax.tree.map(_one_copy, (state.params, state.model_state))
-        self._batch = jax.tree.map(lambda x: _first_rows(x, self._rows), batch)
+        alone = not is_global or jax.process_count() > 1
+        keep = _one_copy if alone else lambda x: x  # which may be split over the mesh
+        self._state = jax.tree.map(keep, (state.params, state.model_state))
+        self._batch = jax.tree.map(lambda x: _first_rows(x, self._rows, keep), batch)
         self._tolerance = _tolerance(self._state)
 
     def gaps(self) -> dict[str, tuple[float, float]]:
@@ -46,6 +55,8 @@ class Trial:
 
         Empty where the loss cannot be tried or is not finite.
         """
+        if not all(map(_is_at_hand, jax.tree.leaves(self._state))):
+            return {}
         both = jax.jit(lambda *args: (self._means(1, *args), self._means(2, *args)))
         found: list[dict[str, tuple[float, float]]] = []
         try:
@@ -88,21 +99,26 @@ class Trial:
             return {"loss": outcome.loss, "metrics": outcome.metrics}
 
         one: Callable[..., Any] = alone
-        for name in self._mesh.axis_names:
-            if name == self._axis:
+        if self._parts.axis is None:
+            one = jax.vmap(one, axes, axis_size=parts)
+        for name in self._mesh.axis_names if self._parts.axis else ():
+            if name == self._parts.axis:
                 one = jax.vmap(one, axes, axis_name=name, axis_size=parts)
             else:  # the loss may name it
                 one = _alone_on(name, one)
-        size = self._rows // parts
-        cut = [
-            jnp.reshape(x, (parts, size, *x.shape[1:])) if x.shape else x
-            for x in leaves
-        ]
+        cut = [self._cut(x, parts) if x.shape else x for x in leaves]
         each = jax.tree.map(lambda x: jnp.append(x, jnp.sum(x)), one(*cut))
         return {
             name: mean.compute()
             for name, mean in {"loss": each["loss"], **flatten(each["metrics"])}.items()
         }
+
+    def _cut(self, leaf: Any, parts: int) -> jax.Array:
+        """The rows of each part: blocks, or as microbatches take them."""
+        size, shape = self._rows // parts, leaf.shape[1:]
+        if self._parts.name != MICROBATCH:
+            return jnp.reshape(leaf, (parts, size, *shape))
+        return jnp.moveaxis(jnp.reshape(leaf, (size, parts, *shape)), 1, 0)
 
     def _other_parameters(self, turn: int) -> Any:
         """The parameters, moved: a layer that starts at 0 makes all rows alike."""
@@ -120,7 +136,9 @@ class Trial:
         """The rows, each with floats of another size; a mask leaves the last one out.
 
         One of tokens leaves some of each row out. Rows that are all alike, or all
-        count, would not show that they meet.
+        count, would not show that they meet. In the global view of a loss with
+        statistics each row comes twice, once for either part: BatchNorm normalises a
+        microbatch by itself, which is known and meant, and no gap.
         """
         factors = np.random.default_rng(turn).uniform(0.5, 2.0, self._rows)
         if turn == 0:
@@ -137,8 +155,13 @@ class Trial:
                 x = np.where(_counting(x.shape), x, 0).astype(x.dtype)
             return x
 
+        def double(x: Any) -> Any:
+            return x[np.arange(self._rows) // 2] if x.shape else x
+
         batch = self._batch
         changed = jax.tree_util.tree_map_with_path(change, batch)
+        if self._twins:
+            changed = jax.tree.map(double, changed)
         if not isinstance(batch, MaskedBatch):
             return changed
         # Whether padding leaks is for the first padded batch to show.
@@ -175,10 +198,14 @@ def _one_copy(leaf: Any) -> Any:
     return leaf
 
 
-def _first_rows(leaf: Any, rows: int) -> Any:
+def _is_at_hand(leaf: Any) -> bool:
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+
+
+def _first_rows(leaf: Any, rows: int, keep: Callable[[Any], Any]) -> Any:
     """Rows that lie on this process's devices, repeated where there are too few."""
     if not isinstance(leaf, jax.Array) or not leaf.shape:
-        return _one_copy(leaf)
+        return keep(leaf)
     shards = {s.index[0].start or 0: s.data for s in leaf.addressable_shards}
     words = tree.is_key(leaf)
     found: list[np.ndarray] = []
