@@ -88,8 +88,10 @@ class TestTurns:
         assert [row.name for row in rows] == ["a"]
         [record] = caplog.records
         said = record.getMessage()
-        assert said.startswith("x, y are left out: KeyError: 'nope' (test_bench.py:")
+        assert said.startswith("x; y are left out: KeyError: 'nope' (test_bench.py:")
         assert said.endswith("in refuse)")
+        assert take_turns({"x": refuse, "y": refuse}, turns=2, leave_out=True) == []
+        assert "all ways are left out: KeyError: 'nope'" in caplog.text
 
     def test_orders_change_from_round_to_round(self):
         clock, runs = FakeClock(), []
@@ -277,7 +279,7 @@ class TestMakers:
         [
             ("fails", r"fails failed: RuntimeError: no data \(broken.py:3 in fails\)$"),
             ("asks", "asks is called without arguments: missing.*'rows'"),
-            ("number", "number is a int, and not a function"),
+            ("number", "number is of type int, and not a function"),
         ],
     )
     def test_errors_of_the_maker(self, name, words, tmp_path, monkeypatch):

@@ -88,7 +88,9 @@ def take_turns(
         contenders.append(contender)
     for reason, names in left_out.items():
         are = "is" if len(names) == 1 else "are"
-        text = f"{', '.join(names)} {are} left out: {reason}"
+        everything = len(names) == len(makers) > 1
+        who = "all ways" if everything else "; ".join(names)
+        text = f"{who} {are} left out: {reason}"
         say_once(f"bench {text}", text)
     counts = [_steps_a_turn(contender, clock) for contender in contenders]
     times: list[list[float]] = [[] for _ in contenders]

@@ -101,7 +101,9 @@ def check_maker(maker: Any, where: str) -> None:
         >>> check_maker(lambda rows=8: None, "my_step.py:make")
     """
     if not callable(maker):
-        raise ValueError(f"{where} is a {type(maker).__name__}, and not a function")
+        raise ValueError(
+            f"{where} is of type {type(maker).__name__}, and not a function"
+        )
     try:
         inspect.signature(maker).bind()
     except ValueError:  # a callable that does not say
