@@ -1,7 +1,7 @@
 """A tiny job of several processes in which one thing goes wrong.
 
-`lockstep run --processes N faults.py KIND PROCESS`: at step 5 the process PROCESS meets
-with KIND. Each process prints the number of each step.
+`lockstep run --processes N faults.py KIND PROCESS`: the process PROCESS meets with
+KIND, at step 6 if not before. Each process prints the number of each step.
 """
 
 import multiprocessing
@@ -9,48 +9,125 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import lockstep as ls
 
 KIND, CULPRIT = sys.argv[1], int(sys.argv[2])
+ME = int(os.environ.get("LOCKSTEP_PROCESS_ID", -1))
+
+LIMITS = {
+    "stop": {"heartbeat_s": 8},
+    "late": {"timeout_s": 4},
+    "hang": {"hang_timeout_s": 4},
+    "hanging loader": {"hang_timeout_s": 4},
+}
 
 
-def meet_with(kind: str) -> None:
-    if kind == "raise":
-        raise ValueError("row 7 is bad")
-    if kind == "exit":
-        sys.exit(3)
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if kind == "terminate":
-        os.kill(os.getpid(), signal.SIGTERM)
-    if kind == "hang":
-        time.sleep(600)
-    if kind == "interrupt":
-        raise KeyboardInterrupt
+def send(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def fill_the_disk():
+    with open("/dev/full", "w") as full:
+        full.write("x")
+
+
+def fail():
+    raise ValueError("row 7 is bad")
+
+
+def recurse():
+    return recurse() + 1
+
+
+def batch_of(rows):
+    """On the devices beforehand: no rows are agreed on, as in a user's own loop."""
+    where = jax.sharding.NamedSharding(ls.make_mesh(), jax.P("data"))
+    return jax.make_array_from_process_local_data(where, np.ones(rows, np.float32))
+
+
+def gather():
+    ls.to_host(batch_of(1))
+
+
+AT_STEP_6 = {
+    "raise": fail,
+    "recursion": recurse,
+    "disk": fill_the_disk,
+    "exit": lambda: sys.exit(3),
+    "early": lambda: sys.exit(0),
+    "leave": lambda: os._exit(3),
+    "leave with 0": lambda: os._exit(0),
+    "abort": os.abort,
+    "kill": send(signal.SIGKILL),
+    "stop": send(signal.SIGSTOP),
+    "terminate": send(signal.SIGTERM),
+    "own handler": send(signal.SIGTERM),
+    "interrupt": send(signal.SIGINT),
+    "hang": lambda: time.sleep(600),
+    "slow": lambda: time.sleep(33),
+    "alone": gather,
+    "twice": lambda: ls.initialize(timeout_s=7),
+}
+
+BEFORE_INITIALIZE = {
+    "absent": lambda: sys.exit(0),
+    "import": lambda: __import__("a_module_that_is_not_there"),
+    "late": lambda: time.sleep(20),
+    "started": lambda: jnp.ones(3),
+    "devices": lambda: jax.config.update("jax_num_cpu_devices", 2),
+    "own handler": lambda: signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)),
+}
+
+
+def loss_in_the_first_compile(w, x):
+    """What is traced once, and differs where something is wrong with it."""
+    if KIND == "compile" and ME == CULPRIT:
+        threading.Timer(0.2, send(signal.SIGINT)).start()
+        time.sleep(30)
+    return w + x.mean() * (2.0 if KIND == "constant" and ME == CULPRIT else 1.0)
+
+
+def take_steps() -> None:
+    step = ls.parallelize(lambda w, x: (loss_in_the_first_compile(w, x), x.sum()))
+    batch = batch_of(1 + (KIND == "shape" and ME == CULPRIT))
+    state = ls.replicate(0.0)
+    if KIND == "skew" and ME == CULPRIT:
+        time.sleep(35)
+    for i in range(1, 11):
+        if i == 6 and ME == CULPRIT and int(os.environ["LOCKSTEP_RESTART"]) == 0:
+            AT_STEP_6.get(KIND, lambda: None)()
+        state, total = step(state, batch)
+        print(f"step {i}: {float(total):g}", flush=True)
 
 
 def batches():
     for i in range(10):
-        if i == 5 and jax.process_index() == CULPRIT:
+        if KIND == "hanging loader" and i == 5 and ME == CULPRIT:
             time.sleep(599)
-        yield np.ones(2, np.float32)
+        yield np.ones(1, np.float32)
 
 
-def train(checkpoints: ls.Checkpointer | None = None) -> None:
-    trainer = ls.Trainer(lambda w, x: (w + x.mean(), {}), checkpoints=checkpoints)
+def train(**settings) -> None:
+    trainer = ls.Trainer(lambda w, x: (w + x.mean(), {}), **settings)
     trainer.fit(np.float32(0), batches())
 
 
 def train_with_checkpoints() -> None:
     folder = os.path.join(tempfile.gettempdir(), "lockstep-only-one-process-saves")
-    train(ls.Checkpointer(folder) if jax.process_index() == CULPRIT else None)
+    train(checkpoints=ls.Checkpointer(folder) if ME == CULPRIT else None)
+
+
+def train_with_a_validation() -> None:
+    valid = [np.ones(1, np.float32)]
+    evaluate = ls.callbacks.Evaluate(lambda w, x: {"x": x}, valid)
+    train(callbacks=[ls.every(5, evaluate)] if ME == CULPRIT else [])
 
 
 def spawn() -> None:
@@ -60,40 +137,20 @@ def spawn() -> None:
     print("the child:", child.exitcode)
 
 
-LOOPS = {
+PROGRAMS = {
     "hanging loader": train,
     "checkpoints": train_with_checkpoints,
+    "validation": train_with_a_validation,
     "spawn": spawn,
+    "different": lambda: ls.replicate(0.0) if ME == CULPRIT else gather(),
 }
 
 
 def main() -> None:
-    limits = {"timeout_s": 30, "heartbeat_s": 8 if KIND == "stop" else 30}
-    if "hang" in KIND:
-        limits["hang_timeout_s"] = 4
-    if KIND == "late":  # only to arrive: the others wait for a process that never comes
-        limits["timeout_s"] = 4
-        if int(os.environ["LOCKSTEP_PROCESS_ID"]) == CULPRIT:
-            time.sleep(20)
-    ls.initialize(**limits)
-    if KIND in LOOPS:
-        LOOPS[KIND]()
-    step = ls.parallelize(lambda w, x: (w + x.mean(), x.sum()))
-    me = jax.process_index()
-    # On the devices beforehand: no rows are agreed on, as in a user's own loop.
-    batch = ls.shard_batch(np.ones(jax.local_device_count(), np.float32))
-    state = ls.replicate(0.0)
-    if KIND == "skew" and me == CULPRIT:
-        time.sleep(35)
-    for i in range(1, 11):
-        if i == 6 and me == CULPRIT and int(os.environ["LOCKSTEP_RESTART"]) == 0:
-            if KIND == "early":
-                break
-            if KIND == "alone":
-                ls.to_host(batch)
-            meet_with(KIND)
-        state, total = step(state, batch)
-        print(f"step {i}: {float(total):g}", flush=True)
+    if ME == CULPRIT:
+        BEFORE_INITIALIZE.get(KIND, lambda: None)()
+    ls.initialize(**{"timeout_s": 30} | LIMITS.get(KIND, {}))
+    PROGRAMS.get(KIND, take_steps)()
     print("the end", flush=True)
 
 

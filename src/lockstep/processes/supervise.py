@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence, Set
 from types import FrameType
 
 from lockstep.processes import child
+from lockstep.processes.cause import OWN
 from lockstep.processes.guard import Guard
 from lockstep.processes.output import Output
 
@@ -126,7 +127,7 @@ class Attempt:
             return 128 + self.signalled
         self._output.say(f"{self._name(index)} {how_it_ended(code)}")
         if last:
-            self._output.say(last)
+            self._output.say(last.removeprefix(OWN))
         return 128 - code if code < 0 else code
 
     def _name(self, index: int) -> str:
