@@ -260,3 +260,25 @@ class TestTheRecord:
             )
         with pytest.raises(ValueError, match="holds no saved call"):
             replay("elsewhere", global_step, state(), batch(1))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer_sharding": "data"}, {"fixed_shards": 4}]
+)
+def test_a_state_that_is_carried_packed_has_the_users_names(mesh_of, options):
+    """Nine leaves in one vector, whole or in slices."""
+
+    def loss(params, batch):
+        return sum(jnp.log(batch["x"] * p) ** 2 for p in params.values())
+
+    step = ls.make_train_step(loss, optax.adam(0.1), axis_name="data", **options)
+    guarded = nan_guard(ls.per_device(step, mesh_of(4)))
+    first = step.init({f"w{i}": jnp.float32(1) for i in range(9)})
+    carried, _ = guarded(first, batch(1, 1, 1, 1))
+    with pytest.raises(NonFiniteError) as error:
+        guarded(carried, batch(1, 1, -1, 1))
+    report = error.value.report
+    assert report.rows == {2: (2,)} and report.origin.operation == "log"
+    assert "state.params['w0']: nan" in str(report)
+    again = replay("run/nan_step_2", ls.per_device(step, mesh_of(4)), first, batch(0))
+    assert again.rows == report.rows and again.origin == report.origin

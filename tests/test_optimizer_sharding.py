@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from same import assert_same
 from stepping import VIEWS, on_mesh
@@ -306,3 +306,26 @@ def test_any_axis_of_the_mesh_in_the_global_view(mesh_of):
     want, _ = train(make("global", sharding=None), mesh_of(1), batches)
     assert got.opt_state[0].mu["w"].sharding.spec == P("model")
     assert_same(got.params, want.params, 2e-6)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_mesh_of_explicit_axes(view, mesh_of):
+    """As `jax.make_mesh` makes it."""
+    explicit = jax.make_mesh(
+        (4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4]
+    )
+    step = make(view)
+    want, _ = train(step, mesh_of(4), batches_of(2))
+    got, _ = train(step, explicit, batches_of(2))
+    assert_same(jax.device_get(got.params), jax.device_get(want.params))
+    assert_same(jax.device_get(got.opt_state), jax.device_get(want.opt_state))
+    leaves = jax.tree.leaves((got.params, got.opt_state))
+    assert all(leaf.sharding.mesh == explicit for leaf in leaves)
+
+
+def test_a_look_gathers_what_is_joined_and_leaves_the_large_in_slices(mesh_of):
+    """Small leaves cut out of slices would each be communication to compile."""
+    state, _ = train(make("device"), mesh_of(2), batches_of(1))
+    moments = state.opt_state[0].mu
+    assert moments["b"].is_fully_replicated and moments["c"].is_fully_replicated
+    assert not moments["w"].is_fully_replicated

@@ -362,3 +362,38 @@ class TestWhatIsNotPacked:
         got, _ = on_mesh(step, 4)(step.init(params_of()), batch)
         want, _ = jax.jit(make_train_step(rows, ADAM))(step.init(params_of()), batch)
         assert_same(got.params, want.params, 1e-6)
+
+
+def test_an_optimizer_that_takes_other_extra_arguments_gets_no_loss(mesh_of):
+    """`sam` takes `grad_fn` and no `value`."""
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    sam = optax.contrib.sam(optax.sgd(0.1), ascent, sync_period=2)
+    assert_steps_like_optax(sam, {"w": jnp.ones(3), "b": jnp.zeros(3)}, mesh_of(2))
+
+
+def test_lookahead_gets_the_gradient_of_its_fast_parameters(mesh_of):
+    ahead = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    params = {"w": jnp.ones(3), "b": jnp.zeros(3)}
+    both = optax.LookaheadParams.init_synced(params)
+    assert_steps_like_optax(ahead, both, mesh_of(2))
+
+
+def assert_steps_like_optax(optimizer, params, mesh):
+    def rows(params, batch):
+        params = getattr(params, "fast", params)
+        return ((batch * params["w"] + params["b"] - 2) ** 2).sum(-1)
+
+    step = make_train_step(rows, optimizer, axis_name="data")
+    run, state = per_device(step, mesh), step.init(params)
+    opt_state, batch = optimizer.init(params), np.arange(12.0, dtype="f").reshape(4, 3)
+    batch /= 12
+    for _ in range(3):
+        state, _ = run(state, batch)
+        grads = jax.grad(lambda p: rows(p, batch).mean())(params)
+        grads = getattr(grads, "fast", grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    for got, want in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
 
+from lockstep import sharding
 from lockstep.tree import named_leaves
 
 # Measured: docs/performance.md, "Packed leaves".
@@ -98,7 +101,7 @@ class Packing:
         for slot, part in zip(self.slots, parts, strict=True):
             shapes = tuple(self.shapes[i] for i in slot)
             whole = self.cut is None and len(slot) == 1
-            found = [part] if whole else _split(part, shapes)
+            found = [part] if whole else _pieces(part, shapes)
             leaves.update(zip(slot, found, strict=True))
         return jax.tree.unflatten(self.structure, [leaves[i] for i in sorted(leaves)])
 
@@ -214,6 +217,27 @@ def names(trees: Any, name: str) -> list[str]:
 @jax.jit
 def _join(leaves: list[jax.Array]) -> jax.Array:
     return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])
+
+
+def _pieces(part: Any, shapes: tuple[tuple[int, ...], ...]) -> list[Any]:
+    """The leaves in a vector.
+
+    Where the devices hold slices of it, joined leaves are gathered at once: cut from
+    slices, each leaf would be a piece of communication to compile.
+    """
+    where = None if isinstance(part, Tracer) else part.sharding
+    if not isinstance(where, NamedSharding) or not any(where.spec):
+        return _split(part, shapes)
+    assert isinstance(where.mesh, Mesh)  # of devices, for the array is one
+    mesh = sharding.auto(where.mesh)
+    part = sharding.regard(part, mesh)
+    if len(shapes) > 1:
+        part = jax.jit(_same, out_shardings=sharding.replicated(mesh))(part)
+    return [sharding.regard(leaf, where.mesh) for leaf in _split(part, shapes)]
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
 
 
 def _split_up(vector: jax.Array, shapes: tuple[tuple[int, ...], ...]) -> list[Any]:

@@ -5,9 +5,10 @@ Each is made once a mesh: arrays placed alike share one sharding object, which m
 """
 
 import functools
+from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 @functools.cache
@@ -71,3 +72,34 @@ def on_mesh(array: jax.Array, mesh: Mesh) -> bool:
     """Whether an array already lies on this mesh (same devices, Auto axes)."""
     sharding = array.sharding
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+
+
+def auto(mesh: Mesh) -> Mesh:
+    """The mesh with `Auto` axes, on which the compiler lays out what is in between.
+
+    Example:
+        >>> auto(jax.make_mesh((1,), ("data",))).axis_types
+        (<AxisType.Auto: 2>,)
+    """
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return (
+        mesh
+        if mesh.axis_types == types
+        else Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    )
+
+
+def regard(array: Any, mesh: Mesh) -> Any:
+    """An array, or the description of one, as lying on a mesh of the same devices.
+
+    Nothing is copied; only the types of the mesh's axes may differ.
+    """
+    if not isinstance(getattr(array, "sharding", None), NamedSharding):
+        return array
+    if array.sharding.mesh == mesh:
+        return array
+    where = NamedSharding(mesh, array.sharding.spec)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array.update(sharding=where)
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, where, shards)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep import placement, sharding, tree
 from lockstep.parallel.options import Options
@@ -75,17 +75,22 @@ class Carrier:
         described = any(
             isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)
         )
+        if step.optimizer_sharding:  # what is split there is cut anew
+            state = self._regard(state, sharding.auto(self._mesh))
         if described:
             carried = jax.eval_shape(lambda state: step.carry(state, devices), state)
         else:
             carried = step.carry(state, devices)
         if described or (carried is not state and step.optimizer_sharding):
             carried = jax.tree.map(self._put, carried, specs(carried, self._axis))
-        return (carried, *placed[1:])
+        return (self._regard(carried, self._mesh), *placed[1:])
+
+    def _regard(self, state: Any, mesh: Mesh) -> Any:
+        return jax.tree.map(lambda leaf: sharding.regard(leaf, mesh), state)
 
     def _put(self, leaf: Any, spec: PartitionSpec) -> Any:
         """A leaf of a carried state where the step wants it."""
-        where = NamedSharding(self._mesh, spec)
+        where = NamedSharding(sharding.auto(self._mesh), spec)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return _described(leaf, where)
         if not spec or leaf.sharding == where:

@@ -223,6 +223,11 @@ class ParallelStep:
         `jax.ShapeDtypeStruct`s with a sharding stand for arrays that lie there; with
         them nothing is placed.
         """
+        placed = self.taken(*args, **kwargs)
+        return self._program(placed, self._key_shapes(placed[:-1])).run.trace(*placed)
+
+    def taken(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """What the compiled program takes for these arguments: its leaves, in order."""
         described = any(map(_is_description, jax.tree.leaves(args)))
         placed = (*args, kwargs) if described else self._place(args, kwargs)
         placed = wrap(
@@ -231,7 +236,7 @@ class ParallelStep:
         current = self._program(placed, self._key_shapes(placed[:-1]))
         if current.strong:
             placed = (program.strengthen(placed[0], current.strong), *placed[1:])
-        return current.run.trace(*placed)
+        return placed
 
     def dependent_rows(self, *args: Any, **kwargs: Any) -> list[str]:
         """How the rows of one device meet in the loss of a train step, in words."""

@@ -7,6 +7,7 @@ for every number of the joined leaves.
 """
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -56,6 +57,10 @@ class PackingChoice:
         return self._known[key]
 
     def _find(self, state: TrainState) -> Packing:
+        import optax
+
+        if isinstance(state.params, optax.LookaheadParams):
+            raise NotElementwise("tells fast parameters from slow ones")
         packing = Packing.of(state.params)
         if self._sliced:
             check_optimizer(self._optimizer, state, packing.cut_for(2), sums=False)
@@ -138,8 +143,18 @@ def update(
     """
     import optax
 
+    if isinstance(params, optax.LookaheadParams):
+        grads = grads.fast  # the slow ones follow, and have no gradient
     optimizer = optax.with_extra_args_support(optimizer)
-    return optimizer.update(grads, opt_state, params, value=loss)
+    extra = {"value": loss} if _takes(optimizer.update, "value") else {}
+    return optimizer.update(grads, opt_state, params, **extra)
+
+
+def _takes(fn: Any, name: str) -> bool:
+    """Whether a function has a parameter of that name, or takes any."""
+    parameters = inspect.signature(fn).parameters
+    anything = inspect.Parameter.VAR_KEYWORD
+    return name in parameters or any(p.kind is anything for p in parameters.values())
 
 
 def _form(optimizer: Any, params: Any, opt_state: Any, slots: dict[int, int]) -> Form:

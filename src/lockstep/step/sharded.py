@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.lax import with_sharding_constraint
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from lockstep import sharding
 from lockstep.packing import Packed
@@ -99,7 +99,7 @@ class Layout(Whole):
 
         def split(x: jax.Array) -> jax.Array:
             where = sharding.split(self._mesh, self._name, x.shape)
-            return with_sharding_constraint(x, where)
+            return _lay(x, where)
 
         return jax.tree.map(split, trees)
 
@@ -107,7 +107,14 @@ class Layout(Whole):
         """The parameters, whole on every device."""
         del before
         where = sharding.replicated(self._mesh)
-        return jax.tree.map(lambda x: with_sharding_constraint(x, where), own)
+        return jax.tree.map(lambda x: _lay(x, where), own)
+
+
+def _lay(x: jax.Array, where: NamedSharding) -> jax.Array:
+    """An array split as asked; on `Explicit` axes the types of arrays say how."""
+    if AxisType.Explicit in where.mesh.axis_types:
+        return reshard(x, where)
+    return with_sharding_constraint(x, where)
 
 
 def specs(state: Any, axis_name: str) -> Any:

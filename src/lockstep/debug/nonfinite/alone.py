@@ -138,8 +138,10 @@ class StepAlone:
         args = list(self._trial.arguments(part))
         for i in self.batch_argnums:
             args[i] = self._trial.step.place_batch(args[i])
+        # The program's own leaves: it may take the state in another form than args has.
+        taken = self._trial.step.taken(*args, **part.keywords)
         traced = self._trial.step.trace(*args, **part.keywords)
-        return traced.jaxpr, jax.tree.leaves(wrap((args, part.keywords)))
+        return traced.jaxpr, jax.tree.leaves(taken)
 
 
 class PmapAlone:
