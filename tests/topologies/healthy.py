@@ -183,6 +183,17 @@ def other_orders_of_the_rows_are_named():
         list(ls.prefetch(data, MESH))
 
 
+def other_data_is_named():
+    def rows():
+        yield np.random.default_rng(ME).permutation(64)  # shuffled without one seed
+        yield np.arange(128.0)[ME % 2 :: 2]  # a part of the process's own
+
+    for own in rows():
+        data = ls.data.batches({"x": own}, global_batch_size=16, seed=0)
+        with pytest.raises(ValueError, match="same data, sizes and seed everywhere"):
+            list(ls.prefetch(data, MESH))
+
+
 def a_loop_that_is_left_leaves_nothing():
     for stop in (1, 3):
         for i, _ in enumerate(ls.prefetch([np.ones(LOCAL) * ME] * 9, MESH), 1):
@@ -273,6 +284,7 @@ CHECKS = (
     equal_first_batches_are_reported,
     batches_are_agreed_on_once,
     other_orders_of_the_rows_are_named,
+    other_data_is_named,
     a_loop_that_is_left_leaves_nothing,
     other_host_numbers_are_named,
     another_program_is_named,

@@ -105,10 +105,16 @@ class SharedPass(Pass):
         self._line.leave(self._channel, self._group)
 
     def _about_first(self, source: Iterator[Any], batch: Any) -> dict[str, Any]:
-        note = {"first": _digest(batch)} if self._compares else {}
+        note: dict[str, Any] = {"first": _digest(batch)} if self._compares else {}
         if hasattr(source, "course"):
-            note["course"] = source.course()  # pyright: ignore
+            note["course"] = self._course_of(source)
         return note
+
+    def _course_of(self, source: Any) -> list[Any]:
+        """What decides the batches of `data.batches`, and a sign of the data itself."""
+        rows = source.sample() if self._compares else None
+        sign = [] if rows is None else [f"rows with the digest {_digest(rows)}"]
+        return [*source.course(), *sign]
 
     def _have_one_course(self, shares: Shares, source: Iterator[Any]) -> bool:
         """Whether all processes read parts of the same batches, to the end.

@@ -134,6 +134,10 @@ class Batches:
             .to_iter_dataset(grain.ReadOptions(threads, prefetch_buffer_size=threads))
         )
 
+    def sample(self) -> Any:
+        """A few rows, the same at each call; see `RowSource`."""
+        return self._rows.sample()
+
     def go_on_after(self, epoch: int) -> int:
         """The end of the pass that holds `epoch`; the next pass starts there."""
         self._next_epoch = (epoch // self.epochs + 1) * self.epochs
@@ -175,6 +179,10 @@ class BatchIterator(Iterator[Any]):
         not ask each other how many rows the next one has.
         """
         return [repr(self._data), self.get_state(), f"until epoch {self._end}"]
+
+    def sample(self) -> Any:
+        """A few rows of the whole data, to compare; `None` if they may be random."""
+        return self._data.sample()
 
     def close(self) -> None:
         """Stop Grain's threads; a further `next` would go on from the position."""

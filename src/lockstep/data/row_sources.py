@@ -10,6 +10,8 @@ import numpy as np
 from lockstep import tree
 from lockstep.placement import check_batch, count_rows
 
+_SAMPLE = 16
+
 
 class RowSource(Protocol):
     """Gives any rows, in any order, as one batch.
@@ -24,6 +26,10 @@ class RowSource(Protocol):
 
     def take(self, rows: np.ndarray, epoch: int) -> Any:
         """The batch of `rows` (numbers from 0), a tree of `[len(rows), ...]`."""
+        ...
+
+    def sample(self) -> Any:
+        """A few rows from everywhere, the same at each call; `None` if that is open."""
         ...
 
 
@@ -74,6 +80,10 @@ class ArrayRows:
             lambda x: np.take(x, rows, axis=0) if np.ndim(x) else x, self._arrays
         )
 
+    def sample(self) -> Any:
+        """So many rows at equal distances."""
+        return self.take(np.linspace(0, len(self) - 1, _SAMPLE).astype(int), 0)
+
 
 class ElementRows:
     """A source of single rows, such as images to decode, read in Grain's threads.
@@ -115,6 +125,10 @@ class ElementRows:
             return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
         except ValueError as error:
             raise _do_not_stack(items, rows) or error from error
+
+    def sample(self) -> Any:
+        """Nothing: elements may be made anew each time, with random changes."""
+        return None
 
 
 def _do_not_stack(items: list[Any], rows: np.ndarray) -> ValueError | None:
