@@ -102,6 +102,15 @@ def test_a_process_that_never_arrives(kind, culprit, said, how):
 
 
 @full
+def test_a_collective_of_ones_own_that_one_process_makes_alone():
+    """Lockstep does not see it; the backend aborts where the sizes differ."""
+    result, seconds = launch("own collective", "1")
+    assert result.returncode == 134, result.stderr
+    assert "collective mismatch" in result.stderr.splitlines()[-1]
+    assert LOST in result.stderr and seconds < 60
+
+
+@full
 def test_sigterm_without_the_service_of_jax():
     service = {"JAX_ENABLE_PREEMPTION_SERVICE": "0"}
     result, seconds = launch("terminate", "1", **service)

@@ -22,6 +22,7 @@ _NATIVE = re.compile(
     rb"|:[A-Z_]+:|Additional GRPC error|=== Source Location Trace|external/xla"
     rb"|RPC: /|The tasks have crashed|\. This is only expected if one of the tasks"
 )
+_ABORT = b"  what():"  # C++ on the error that nobody caught
 _GREETING = b"[Gloo] Rank "  # once for each process and mesh, when all is well
 
 
@@ -57,11 +58,15 @@ class Output:
         """Why a process failed, by what it wrote to standard error."""
         return self._causes[index]
 
-    def show_kept(self, index: int) -> None:
-        """Show the reports of native code after all."""
+    def show_kept(self, index: int) -> str:
+        """Show the reports of native code after all; what they say of an abort."""
+        said = ""
         for line in self._kept[index]:
             self._show(index, line, self._err)
+            if line.startswith(_ABORT):
+                said = line.decode(errors="replace").removeprefix(_ABORT.decode())
         self._kept[index].clear()
+        return said.strip()
 
     def say(self, text: str) -> None:
         """Something of the launcher's own."""

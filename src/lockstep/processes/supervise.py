@@ -120,14 +120,14 @@ class Attempt:
         if code == -signal.SIGABRT:  # by JAX, of whose reason lockstep may have told
             last = cause.told
         if code < 0 and not last:
-            self._output.show_kept(index)
+            last = self._output.show_kept(index)
         if self.signalled:
             name = signal.Signals(self.signalled).name
             self._output.say(f"ended by {name}")
             return 128 + self.signalled
         self._output.say(f"{self._name(index)} {how_it_ended(code)}")
         if last:
-            self._output.say(last.removeprefix(OWN))
+            self._output.say(last.removeprefix(OWN).removeprefix("lockstep run: "))
         return 128 - code if code < 0 else code
 
     def _name(self, index: int) -> str:
