@@ -93,6 +93,25 @@ def a_state_keeps_its_types():
     assert host["n"] == 2 and bool(host["key"] == key)
 
 
+def a_key_in_the_state_goes_through_steps_and_checkpoints():
+    def train(state, x):
+        key, own = jax.random.split(state["key"])
+        noise = jax.random.normal(own, (3,))
+        return {"w": state["w"] + noise * x.mean(), "key": key}, {}
+
+    def run(steps, checkpoints=None):
+        start = {"w": np.zeros(3, np.float32), "key": jax.random.key(3)}
+        own = [np.full(LOCAL, 10.0 * ME + i, np.float32) for i in range(4)]
+        trainer = ls.Trainer(train, checkpoints=checkpoints)
+        return ls.to_host(trainer.fit(start, own, steps=steps))
+
+    folder = "checkpoints-with-a-key"
+    run(2, ls.Checkpointer(folder, every=2))
+    resumed, whole = run(4, ls.Checkpointer(folder, every=2)), run(4)
+    assert bool(resumed["key"] == whole["key"])
+    np.testing.assert_array_equal(resumed["w"], whole["w"])
+
+
 def another_state_is_replaced_and_named():
     mine = {"b": -0.0, "w": np.full(3, ME, np.float32), "lr": jnp.float32(ME)}
     state = ls.to_host(ls.replicate(mine))
@@ -275,6 +294,7 @@ CHECKS = (
     the_threads_of_the_backend_give_way,
     numbers_are_those_of_one_device,
     a_state_keeps_its_types,
+    a_key_in_the_state_goes_through_steps_and_checkpoints,
     another_state_is_replaced_and_named,
     unequal_rows_are_refused_by_name,
     unequal_rows_are_exact_with_padding,
