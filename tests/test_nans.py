@@ -263,9 +263,16 @@ class TestTheRecord:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"optimizer_sharding": "data"}, {"fixed_shards": 4}]
+    ("options", "operation"),
+    [
+        ({}, "log"),
+        ({"optimizer_sharding": "data"}, "log"),
+        ({"fixed_shards": 4}, "cond"),  # each shard is a computation of its own
+    ],
 )
-def test_a_state_that_is_carried_packed_has_the_users_names(mesh_of, options):
+def test_a_state_that_is_carried_packed_has_the_users_names(
+    mesh_of, options, operation
+):
     """Nine leaves in one vector, whole or in slices."""
 
     def loss(params, batch):
@@ -278,7 +285,7 @@ def test_a_state_that_is_carried_packed_has_the_users_names(mesh_of, options):
     with pytest.raises(NonFiniteError) as error:
         guarded(carried, batch(1, 1, -1, 1))
     report = error.value.report
-    assert report.rows == {2: (2,)} and report.origin.operation == "log"
+    assert report.rows == {2: (2,)} and report.origin.operation == operation
     assert "state.params['w0']: nan" in str(report)
     again = replay("run/nan_step_2", ls.per_device(step, mesh_of(4)), first, batch(0))
     assert again.rows == report.rows and again.origin == report.origin

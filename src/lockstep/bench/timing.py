@@ -86,12 +86,7 @@ def take_turns(
             continue
         firsts.append(clock() - start)
         contenders.append(contender)
-    for reason, names in left_out.items():
-        are = "is" if len(names) == 1 else "are"
-        everything = len(names) == len(makers) > 1
-        who = "all ways" if everything else "; ".join(names)
-        text = f"{who} {are} left out: {reason}"
-        say_once(f"bench {text}", text)
+    _say_who_is_left_out(left_out, len(makers))
     counts = [_steps_a_turn(contender, clock) for contender in contenders]
     times: list[list[float]] = [[] for _ in contenders]
     order, draw = list(range(len(contenders))), random.Random(0)
@@ -106,6 +101,15 @@ def take_turns(
         Row(c.name, c.ours, first, found, _bytes_of(c) if memory else None)
         for c, first, found in zip(contenders, firsts, times, strict=True)
     ]
+
+
+def _say_who_is_left_out(reasons: Mapping[str, list[str]], ways: int) -> None:
+    """`reasons`: reason -> the names of those that gave it."""
+    for reason, names in reasons.items():
+        who = "all ways" if len(names) == ways > 1 else "; ".join(names)
+        are = "is" if len(names) == 1 else "are"
+        text = f"{who} {are} left out: {reason}"
+        say_once(f"bench {text}", text)
 
 
 def _steps_a_turn(contender: Contender, clock: Callable[[], float]) -> int:

@@ -129,12 +129,13 @@ class StepAlone:
         """The new state, and scalar outputs."""
         return [
             (o.path, o.value)
-            for o in self._trial(part)
+            for o in self._trial(self._filled(part))
             if o.in_state or not o.value.shape
         ]
 
     def trace(self, part: Call) -> tuple[core.ClosedJaxpr, list[Any]]:
         """The whole program, in the device view with its map over one device."""
+        part = self._filled(part)
         args = list(self._trial.arguments(part))
         for i in self.batch_argnums:
             args[i] = self._trial.step.place_batch(args[i])
@@ -142,6 +143,13 @@ class StepAlone:
         taken = self._trial.step.taken(*args, **part.keywords)
         traced = self._trial.step.trace(*args, **part.keywords)
         return traced.jaxpr, jax.tree.leaves(taken)
+
+    def _filled(self, part: Call) -> Call:
+        """Rows are repeated until fixed shards or microbatches divide them."""
+        rows, multiple = self.rows(part), self._trial.step.layout.multiple
+        if rows % multiple == 0:
+            return part
+        return self.pick(part, [i % rows for i in range(rows + -rows % multiple)])
 
 
 class PmapAlone:
