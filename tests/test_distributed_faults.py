@@ -54,6 +54,10 @@ def assert_all_say(result, seconds, culprit, code, *said):
         pytest.param("recursion", 1, 1, "RecursionError: maximum", marks=full),
         pytest.param("disk", 1, 1, "No space left on device", marks=full),
         pytest.param("alone", 1, 70, "gathered after step 5, which all", marks=full),
+        pytest.param("saves alone", 1, 70, "save of the state after step", marks=full),
+        pytest.param(
+            "compares alone", 0, 70, "replicas after step 5, which", marks=full
+        ),
         pytest.param("twice", 1, 1, "other arguments, timeout_s=30:", marks=full),
         pytest.param("terminate", 1, 143, "was ended by SIGTERM", marks=full),
         pytest.param("own handler", 1, 9, "its program by sys.exit(9)", marks=full),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lockstep.distributed.session import exchange, group_of
 from lockstep.tree import check_leaf_alive, is_key, named_leaves
 
 
@@ -68,6 +69,7 @@ def first_mismatch(
         if isinstance(leaf, jax.Array) and isinstance(where, NamedSharding):
             groups.setdefault(where.mesh, []).append((path, leaf))
     for mesh, leaves in groups.items():
+        exchange(None, group_of(mesh), what="a comparison of replicas")
         specs = tuple(leaf.sharding.spec for _, leaf in leaves)
         digests = np.asarray(_digests(mesh, specs)([leaf for _, leaf in leaves]))
         for (path, leaf), digest in zip(leaves, digests.swapaxes(0, 1), strict=True):

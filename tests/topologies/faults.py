@@ -56,6 +56,15 @@ def gather():
     ls.to_host(batch_of(1))
 
 
+def save():
+    folder = tempfile.mkdtemp()
+    ls.Checkpointer(folder).save(5, {"w": batch_of(1)})
+
+
+def compare():
+    ls.debug.check_replicas(batch_of(1))
+
+
 def add_up_alone():
     """Not by lockstep, which knows nothing of it."""
     everywhere = {"in_specs": jax.P(), "out_specs": jax.P(), "check_vma": False}
@@ -83,6 +92,8 @@ AT_STEP_6 = {
     "hang": lambda: time.sleep(600),
     "slow": lambda: time.sleep(33),
     "alone": gather,
+    "saves alone": save,
+    "compares alone": compare,
     "own collective": add_up_alone,
     "twice": lambda: ls.initialize(timeout_s=7),
 }

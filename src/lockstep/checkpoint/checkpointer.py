@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from lockstep import placement, tree
 from lockstep.checkpoint.keeping import Keeping
 from lockstep.checkpoint.leaves import arrays_of, describe
@@ -15,6 +17,7 @@ from lockstep.checkpoint.restore import restore
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.store import Damaged, Store, all_steps
 from lockstep.distributed import is_main_process
+from lockstep.distributed.session import exchange
 from lockstep.replicas import check_replicas, unstacked
 
 _log = logging.getLogger("lockstep")
@@ -162,6 +165,8 @@ class Checkpointer:
         """Save a state with what is known of its run, made from its list of leaves."""
         for path, leaf in tree.named_leaves(state, "state"):
             tree.check_leaf_alive(leaf, path)
+        everybody = tuple(range(jax.process_count()))
+        exchange(None, everybody, what="a save of the state")
         self.wait()
         now = saved(describe(state))
         if now.step in all_steps(self.directory):
