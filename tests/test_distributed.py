@@ -194,6 +194,8 @@ def test_a_process_alone_is_not_connected():
         ({"num_processes": 2, "process_id": 1}, "give all three"),
         (("localhost", 2, 1), "it is host:port"),
         (("127.0.0.1:1", 2, 2), "of 2 processes it is from 0 to 1"),
+        (("127.0.0.1:1", 0, 0), "num_processes=0: a run has at least 1 process"),
+        (("127.0.0.1:99999", 2, 1), "99999': it is host:port"),
     ],
 )
 def test_incomplete_numbers_are_refused(arguments, message, monkeypatch):
@@ -295,6 +297,14 @@ def test_no_process_0_is_told():
     address = free_address()
     with pytest.raises(RuntimeError, match=f"found no process 0 at {address}"):
         arrivals.join(address, hello(1), 0.1)
+
+
+def test_who_listens_and_does_not_answer_is_told(monkeypatch):
+    monkeypatch.setattr(arrivals, "_LATER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address(*silent.getsockname())
+        with pytest.raises(RuntimeError, match="has not answered process 1 in 0.2 s"):
+            arrivals.join(address, hello(1), 0.1)
 
 
 def test_strangers_are_sent_away():

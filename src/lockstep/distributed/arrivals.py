@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from lockstep.distributed.messages import Messages
 
 _RETRY_S = 0.02
+_LATER_S = 30  # process 0 decides when to give up; it may have begun to count later
 _REMINDER_S = 10.0
 
 
@@ -50,14 +51,14 @@ class Address(NamedTuple):
         """Read `host:port`.
 
         Raises:
-            ValueError: there is no port.
+            ValueError: there is no port, or one that cannot be.
 
         Example:
             >>> print(Address.of("127.0.0.1:4711"), Address.of("[::1]:4711"))
             127.0.0.1:4711 [::1]:4711
         """
         host, _, port = text.rpartition(":")
-        if not host or not port.isdigit():
+        if not host or not port.isdigit() or not 0 < int(port) < 2**16:
             raise ValueError(
                 f"coordinator_address={text!r}: it is host:port, such as 10.0.0.1:4711"
             )
@@ -105,13 +106,20 @@ def join(address: Address, hello: Hello, timeout_s: float) -> Messages:
     deadline = time.monotonic() + timeout_s
     host = Messages(_knock(address, deadline, hello, timeout_s))
     host.send(hello._asdict())
-    try:  # process 0 decides when to give up; it may have started counting later
-        answer = host.receive(timeout_s + 30)[0]
-    except (EOFError, IndexError):
+    wait_s = timeout_s + _LATER_S
+    try:
+        answer = host.receive(wait_s)[0]
+    except EOFError:
         answer = {
             "refused": f"process 0 at {address} took the arrival of process "
-            f"{hello.process} and then went away: it failed, or something else answers "
+            f"{hello.process} and then went away: it failed, all had arrived already "
+            f"(is there another process {hello.process}?), or something else answers "
             "at this address"
+        }
+    except IndexError:
+        answer = {
+            "refused": f"what listens at {address} has not answered process "
+            f"{hello.process} in {wait_s:g} s: is it process 0 of this run?"
         }
     if "refused" in answer:
         host.close()

@@ -150,6 +150,8 @@ def _launched(
             f"coordinator_address={address!r} and process_id={index}, and no launcher "
             "tells num_processes: give all three"
         )
+    if count is not None and count < 1:
+        raise ValueError(f"num_processes={count}: a run has at least 1 process")
     if count == 1:
         return None
     by = "arguments" if found is None else found.by
