@@ -147,4 +147,5 @@ def assert_cannot_start_at(address, start):
     assert f"RuntimeError: port {port} on {host} is in use, by another run perh" in last
     code, out, last = end_of(one)
     assert (code, out) == (1, "")
-    assert "and then went away: it failed, all had arrived already" in last
+    # The other program may hang up on a stranger, or leave it waiting.
+    assert "and then went away: it failed" in last or "has not answered" in last

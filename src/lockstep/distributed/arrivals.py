@@ -119,7 +119,8 @@ def join(address: Address, hello: Hello, timeout_s: float) -> Messages:
     except IndexError:
         answer = {
             "refused": f"what listens at {address} has not answered process "
-            f"{hello.process} in {wait_s:g} s: is it process 0 of this run?"
+            f"{hello.process} in {wait_s:g} s: it is another run or program, "
+            "not process 0 of this one"
         }
     if "refused" in answer:
         host.close()
