@@ -79,7 +79,7 @@ def auto(mesh: Mesh) -> Mesh:
 
     Example:
         >>> auto(jax.make_mesh((1,), ("data",))).axis_types
-        (<AxisType.Auto: 2>,)
+        (Auto,)
     """
     types = (AxisType.Auto,) * len(mesh.axis_names)
     return (
