@@ -448,3 +448,11 @@ def test_the_list_of_leaves_is_plain_json(tmp_path):
     assert run["leaves"]["state['w']"]["form"] == "float32[4]"
     assert set(run["versions"]) == {"lockstep", "jax", "jaxlib"}
     assert Store(tmp_path).read_run(1) == run
+
+
+def test_a_checkpoint_that_another_process_deletes_meanwhile_is_none(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "4").mkdir()
+    monkeypatch.setattr(type(tmp_path), "is_file", lambda path: True)  # a moment ago
+    assert Store(tmp_path).steps() == []

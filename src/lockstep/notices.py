@@ -12,7 +12,8 @@ def say_once(key: str, text: str, *, level: int = logging.WARNING) -> None:
     """Logs `text` on the logger `lockstep`, the first time that `key` is seen.
 
     Python shows warnings when nobody configured logging, so that is the level of
-    everything a person must not miss.
+    everything a person must not miss. Of several processes, what all have to say is
+    said by process 0 alone.
 
     Args:
         key: names the occasion; a second notice with this key is left out.

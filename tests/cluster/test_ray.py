@@ -89,4 +89,4 @@ def test_a_process_ends_with_its_worker(story):
 def test_sigterm_saves_everywhere_and_ends_with_75(story):
     assert story.code == 75, story.text[-4000:]
     saved = re.findall(r"SIGTERM: the run ended after step (\d+) and is", story.text)
-    assert len(saved) == 2 and len(set(saved)) == 1 and int(saved[0]) >= 1600
+    assert len(saved) == 1 and int(saved[0]) >= 1600  # all have this to say, one does

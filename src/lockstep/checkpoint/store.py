@@ -189,4 +189,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _has_bytes(file: Path) -> bool:
-    return file.is_file() and file.stat().st_size > 0
+    try:
+        return file.is_file() and file.stat().st_size > 0
+    except FileNotFoundError:  # the main process has just deleted it
+        return False

@@ -148,11 +148,11 @@ class Attempt:
             return
         self.signalled = number
         self._limit = time.monotonic() + _SIGNAL_GRACE_S
+        self._each(lambda process: process.send_signal(number))
         self._output.say(
-            f"{signal.Signals(number).name} goes to all processes; a second one, or "
+            f"{signal.Signals(number).name} went to all processes; a second one, or "
             f"{_SIGNAL_GRACE_S:.0f} s, ends those that are left"
         )
-        self._each(lambda process: process.send_signal(number))
 
     def _kill(self) -> None:
         """End the processes that are left, and what they have started themselves."""
