@@ -84,7 +84,7 @@ def test_the_time_limit_saves_and_a_plain_scancel_ends(slurm, tmp_path):
     job = Job(slurm, tmp_path, "--time=1", "--signal=TERM@50", script=(SBATCH, *long))
     job.until(f"saved: job {job.number} goes back into the queue", limit_s=70)
     job.until("goes on after step")
-    before = max(losses_in(job.log))
+    before = max(losses_in(job.log), default=0)  # a busy machine is slow to begin
     job.until(f"step {before + 400}: ")
     slurm("scancel", job.number)
     assert job.finish() == "CANCELLED", job.log
