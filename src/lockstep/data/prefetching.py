@@ -7,13 +7,13 @@ compute on the batches before. It alone touches the source while it runs.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 from jax.sharding import Mesh
 
 from lockstep import sharding
 from lockstep.data import loaders
+from lockstep.data.counts import check_count
 from lockstep.data.handover import Placed, Worker, state_of
 from lockstep.data.passes import Pass, Place, SharedPass
 from lockstep.distributed.session import group_of
@@ -66,9 +66,9 @@ def prefetch(
         >>> [float(batch["x"].sum()) for batch in ls.prefetch(host_batches, mesh)]
         [24.0, 0.0]
     """
-    _check_count("size", size, "prefetch holds at least 1 batch ahead")
+    check_count("size", size, ": prefetch holds at least 1 batch ahead")
     if limit is not None:
-        _check_count("limit", limit, "a pass has at least 1 batch")
+        check_count("limit", limit, ": a pass has at least 1 batch")
     if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
         raise TypeError(
             "prefetch needs an iterable of batches and got one "
@@ -84,13 +84,6 @@ def prefetch(
         own = remainder or getattr(where, "remainder", "error")
         begin = partial(SharedPass, place, layout, own)
     return Prefetch(batches, begin, size, limit)
-
-
-def _check_count(name: str, count: Any, why: str) -> None:
-    if isinstance(count, bool) or not isinstance(count, Integral):
-        raise TypeError(f"{name}={count!r} is a {type(count).__name__}: give an int")
-    if count < 1:
-        raise ValueError(f"{name}={count}: {why}")
 
 
 def _place_on(where: Any, remainder: str | None) -> tuple[Place, Layout | None]:

@@ -2,9 +2,9 @@
 
 import inspect
 import re
-from numbers import Integral
 from typing import Any
 
+from lockstep.data import counts
 from lockstep.loop.running import name_of
 from lockstep.metrics import is_mean
 from lockstep.notices import say_once
@@ -89,13 +89,12 @@ def check_count(name: str, count: Any) -> None:
         TypeError: not a whole number.
         ValueError: below 1.
     """
-    if isinstance(count, bool) or not isinstance(count, Integral):
-        raise TypeError(
-            f"{name}={count!r} is a {type(count).__name__}, and a run has a whole "
-            f"number of {name}: give an int"
-        )
-    if count < 1:
-        raise ValueError(f"{name}={count} trains nothing: it must be at least 1")
+    counts.check_count(
+        name,
+        count,
+        too_few=" trains nothing: it must be at least 1",
+        whole=f", and a run has a whole number of {name}",
+    )
 
 
 def _third_argument(fn: Any) -> bool | None:
